@@ -4,11 +4,10 @@ inside.
 
 import contextlib
 import functools
-import threading
 
 import pytest
 import torch
-from _support import EAGER
+from _support import EAGER, in_threads
 from torch.overrides import TorchFunctionMode
 
 import torchpmap as tp
@@ -106,17 +105,12 @@ def test_a_call_follows_the_settings_around_it(mapped, name):
 
 def test_a_call_of_another_thread_follows_its_settings(mode):
     f = tp.pmap(lambda x: torch.ones(2, 2) @ (torch.ones(2, 2) * x), compile=mode)
-    found = []
 
-    def run():
-        with torch.autocast("cpu", torch.bfloat16):  # of this thread only
-            found.append(f(X).cpu().dtype)
+    def call(in_half):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(in_half)):  # of this thread only
+            return f(X).cpu().dtype
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    found.append(f(X).cpu().dtype)
-    thread.join()
-    assert set(found) == {torch.bfloat16, torch.float32}
+    assert in_threads(2, call) == [torch.float32, torch.bfloat16]
 
 
 def test_a_backward_pass_has_the_settings_of_its_call(mode):

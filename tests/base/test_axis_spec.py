@@ -29,6 +29,8 @@ def _nodes():
         yield
 
 
+X = np.ones(3)
+
 # Argument names -----------------------------------------------------------------------------------
 
 
@@ -71,47 +73,22 @@ def test_argument_names(fun, num_args, names):
 
 @pytest.mark.parametrize("spec", [0, None, -1, (), (0, None), [{"a": None, "b": (1,)}, 2]])
 def test_legal_axis_spec(spec):
+    """Others: tests/transforms/test_messages.py."""
     check_axis_spec(spec, "pmap in_axes")
-
-
-@pytest.mark.parametrize(
-    ("spec", "extra"),
-    [
-        (True, ""),
-        (0.0, ""),
-        ("0", ""),
-        (torch.tensor(0), ""),
-        ((0, {"a": False}), " The leaf False is a bool."),
-    ],
-)
-def test_illegal_axis_spec(spec, extra):
-    with pytest.raises(TypeError) as info:
-        check_axis_spec(spec, "pmap in_axes")
-    assert str(info.value) == (
-        "pmap in_axes must be an int, None, or (nested) container with those types as leaves, "
-        f"but got {spec}.{extra}"
-    )
+    with pytest.raises(TypeError, match=r"nested\) container .* The leaf False is a bool\.$"):
+        check_axis_spec((spec, {"a": False}), "pmap in_axes")
 
 
 @pytest.mark.parametrize(
     ("prefix", "tree", "axes"),
     [
-        (0, (1, 2), [0, 0]),
-        (None, (1, [2]), [None, None]),
-        ((0, None), (1, (2, 3)), [0, None, None]),
         ((0, {"b": 2, "a": None}), (1, {"a": [2, 3], "b": 4}), [0, None, None, 2]),
-        (({"a": 1, "b": 2},), ({"b": 3, "a": 4},), [1, 2]),
-        (Point(0, (1, None)), Point([5, 6], (7, 8)), [0, 0, 1, None]),
-        ((-1, 5), (1, 2), [-1, 5]),
         ((0, 1), (None, 2), [None, 1]),
         (0, (None, [2, None]), [None, 0, None]),
         (({"a": 0},), (None,), [None]),
         ((0, 1), ({}, 2), [1]),
-        ([0, 1], [1, 2], [0, 1]),
         (OrderedDict(b=1, a=0), OrderedDict(a=5, b=6), [0, 1]),
         (defaultdict(int, a=1), defaultdict(list, a=[5, 6]), [1, 1]),
-        (0, 5, [0]),
-        (None, None, [None]),
         (State(0, 1), State([1, 2], 3), [0, 0, 1]),
         (State(None, 1), State([1, 2], 3), [None, None, 1]),
         (State(0, 1), State(None, 3), [1]),
@@ -119,19 +96,27 @@ def test_illegal_axis_spec(spec, extra):
     ],
 )
 def test_broadcast_axes(prefix, tree, axes):
+    """Any prefix of any tree: ``test_every_prefix_broadcasts``."""
     assert broadcast_axes(prefix, tree, what="pmap in_axes") == axes
     if None not in flatten(tree)[0]:
         assert broadcast_axes(prefix, flatten(tree)[1], what="pmap in_axes") == axes
 
 
-def test_prefix_errors_of_registered_nodes():
-    with pytest.raises(ValueError, match=r"different types at key path\n    pmap in_axes\.w\n"):
-        broadcast_axes(State((0,), 1), State([1, 2], 3), what="pmap in_axes")
-    with pytest.raises(ValueError, match="different pytree metadata at key path"):
-        broadcast_axes(Box(1, ["t"]), Box((1, 2), ["u"]), what="pmap in_axes")
+@pytest.mark.parametrize(
+    ("prefix", "tree", "text"),
+    [
+        (State((0,), 1), State([1, 2], 3), r"different types at key path\n    pmap in_axes\.w\n"),
+        (Box(1, ["t"]), Box((1, 2), ["u"]), "different pytree metadata at key path"),
+        (((0,),), flatten((X,))[1], r"different type\n    a leaf\."),
+        # The first difference in key order of the full tree, not of the specification.
+        ({"b": [0], "a": 0}, {"a": X, "b": X}, r"pmap in_axes\['b'\]\n"),
+    ],
+)
+def test_other_prefix_errors(prefix, tree, text):
+    with pytest.raises(ValueError, match=text):
+        broadcast_axes(prefix, tree, what="pmap in_axes")
 
 
-X = np.ones(3)
 ERRORS = [
     ([0, 0], (X, X),
      "types at key path\n    pmap in_axes[0]\nAt that key path, the prefix pytree pmap in_axes "
@@ -167,17 +152,6 @@ def test_prefix_errors_have_the_text_of_jax(prefix, tree, text):
     with pytest.raises(ValueError) as info:  # noqa: PT011 (the whole text follows)
         broadcast_axes(prefix, tree, what="pmap in_axes", hint=IN_AXES_HINT, root="[0]")
     assert str(info.value) == f"pytree structure error: different {text}{IN_AXES_HINT}"
-
-
-def test_prefix_error_without_the_leaves():
-    with pytest.raises(ValueError, match=r"different type\n    a leaf\."):
-        broadcast_axes(((0,),), flatten((X,))[1], what="pmap out_axes")
-
-
-def test_a_missing_key_does_not_hide_behind_the_order():
-    # The first difference in key order of the full tree, not of the specification.
-    with pytest.raises(ValueError, match=r"pmap in_axes\['b'\]\n"):
-        broadcast_axes({"b": [0], "a": 0}, {"a": X, "b": X}, what="pmap in_axes")
 
 
 def prune(tree, draw):
@@ -224,22 +198,22 @@ def test_any_pair_gives_one_axis_per_leaf_or_a_value_error(prefix, tree):
 
 
 @pytest.mark.parametrize(
-    ("axis", "ndim", "expected"), [(0, 1, 0), (-1, 1, 0), (2, 3, 2), (-1, 3, 2), (-3, 3, 0)]
-)
-def test_canonical_axis(axis, ndim, expected):
-    assert canonical_axis(axis, ndim, what="pmap out_axes", path="output") == expected
-
-
-@pytest.mark.parametrize(
     ("axis", "ndim", "expected"),
     [
+        *((0, 1, 0), (-1, 1, 0), (2, 3, 2), (-1, 3, 2), (-3, 3, 0)),
         (-4, 3, "-3 <= axis < 3."),
         (0, 0, "None, because there is no dimension."),
     ],
 )
-def test_canonical_axis_out_of_range(axis, ndim, expected):
+def test_canonical_axis(axis, ndim, expected):
+    def result():
+        return canonical_axis(axis, ndim, what="pmap out_axes", path="output['a']")
+
+    if isinstance(expected, int):
+        assert result() == expected
+        return
     with pytest.raises(ValueError) as info:  # noqa: PT011 (the whole text follows)
-        canonical_axis(axis, ndim, what="pmap out_axes", path="output['a']")
+        result()
     assert str(info.value) == (
         f"pmap out_axes: axis {axis} is out of bounds for array of dimension {ndim}, which is "
         f"output['a']; expected {expected}"
@@ -305,8 +279,3 @@ def test_mapped_axis_size_errors(leaves, axes, axis_size, text):
     with pytest.raises(ValueError) as info:  # noqa: PT011 (the whole text follows)
         mapped_axis_size(leaves, axes, axis_size=axis_size)
     assert str(info.value) == text
-
-
-def test_vote_names_who_asks():
-    with pytest.raises(ValueError, match=r"^vmap got inconsistent sizes"):
-        mapped_axis_size(leaves_of(x=(1,), y=(2,)), [0, 0], what="vmap")

@@ -14,11 +14,8 @@ def _clean_environment(monkeypatch):
         monkeypatch.delenv(f"TORCHPMAP_{field.name.upper()}", raising=False)
 
 
-def test_defaults():
-    assert Config.from_env({}) == Config() == Config(None, None, True, None, True, "auto")
-
-
 def test_environment():
+    assert Config.from_env({}) == Config() == Config(None, None, True, None, True, "auto")
     environ = {
         "TORCHPMAP_NUM_DEVICES": "6",
         "TORCHPMAP_DEVICE_TYPE": " cpu ",
@@ -32,6 +29,8 @@ def test_environment():
     assert Config.from_env(environ, num_devices=2).num_devices == 2
     assert Config.from_env({"TORCHPMAP_NUM_DEVICES": ""}).num_devices is None
     assert [Config(num_devices=limit).num_devices for limit in (1, 256)] == [1, 256]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().warm = False
 
 
 MUST = {
@@ -78,30 +77,19 @@ def test_bad_value(name, value, assigned):
     assert settings.snapshot() == before
 
 
-def test_config_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().warm = False
-
-
 def test_assignment_beats_environment_and_reset_returns_to_it(monkeypatch):
     settings = Settings()
     monkeypatch.setenv("TORCHPMAP_NUM_DEVICES", "3")
-    assert settings.num_devices == 3
+    before = settings.snapshot()
+    assert before.num_devices == settings.num_devices == 3
     settings.num_devices = 5
+    assert before.num_devices == 3
     settings.timeout = 7
     assert settings.snapshot() == Config(num_devices=5, timeout=7.0)
     settings.num_devices = None
     assert settings.num_devices is None
     settings.reset()
     assert settings.snapshot() == Config(num_devices=3)
-
-
-def test_an_earlier_snapshot_does_not_change():
-    settings = Settings()
-    before = settings.snapshot()
-    settings.warm = False
-    assert before.warm is True
-    assert settings.warm is False
 
 
 def test_the_environment_is_read_late_and_the_runtime_again_after_a_change(monkeypatch):

@@ -87,6 +87,7 @@ def test_defaults(monkeypatch, cores, gpus, kind, count):
     with_cores(monkeypatch, cores)
     with_gpus(monkeypatch, gpus)
     assert (default_platform().name, default_platform().count()) == (kind, count)
+    assert not torch.cuda.is_initialized()
     assert PLATFORMS["cpu"].count() == min(cores, 8)  # GPUs do not matter to it
 
 
@@ -136,8 +137,3 @@ def test_what_has_never_been_run_must_be_asked_for(monkeypatch):
     assert default_platform().name == "cpu"
     assert has_accelerator()  # the fork server must not touch it
     assert enumerate_devices(2, "xpu") == (Device(0, "xpu"), Device(1, "xpu"))
-
-
-def test_asking_for_defaults_does_not_initialise_cuda():
-    default_platform().count()
-    assert not torch.cuda.is_initialized()

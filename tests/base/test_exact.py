@@ -125,24 +125,21 @@ def test_a_key_keeps_what_a_value_was():
         assert exact(value) != before
 
 
-def test_cycles_end():
-    loop, other = [], []
+@dataclasses.dataclass(frozen=True)
+class Config:
+    size: int
+
+    @functools.cached_property
+    def twice(self):
+        return 2 * self.size
+
+
+def test_cycles_and_properties_that_were_computed_are_no_part_of_a_value():
+    loop, other, config = [], [], Config(2)
     loop.append(loop)
     other.append([other])
     assert exact(loop) == exact(loop)
     assert exact(loop) != exact(other)
-
-
-def test_properties_that_were_computed_are_no_part_of_a_value():
-    @dataclasses.dataclass(frozen=True)
-    class Config:
-        size: int
-
-        @functools.cached_property
-        def twice(self):
-            return 2 * self.size
-
-    config = Config(2)
     before = exact(config)
     assert config.twice == 4
     assert exact(config) == before

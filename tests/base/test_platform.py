@@ -76,7 +76,12 @@ def test_a_worker_sees_its_own_device(monkeypatch, variables, given, shown):
     assert Platform().environment(1) == {}
 
 
-def test_slices_of_a_gpu_are_counted_by_name(monkeypatch):
+def test_hardware_is_known_by_its_uuid_and_slices_by_their_name(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    properties = [SimpleNamespace(uuid=name) for name in "ab"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    assert [CUDA.hardware(number) for number in (0, 1)] == ["cuda a", "cuda b"]
+    assert Platform().hardware(0) == ""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a process sees the first one
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a, MIG-b")
     assert CUDA.count() == 2
@@ -89,19 +94,15 @@ def test_slices_of_a_gpu_are_counted_by_name(monkeypatch):
     assert CUDA.narrow(1) == 1
 
 
-def test_hardware_is_known_by_its_uuid(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    properties = [SimpleNamespace(uuid=name) for name in "ab"]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
-    assert [CUDA.hardware(number) for number in (0, 1)] == ["cuda a", "cuda b"]
-    assert Platform().hardware(0) == ""
-
-
 def test_the_kinds():
     assert list(PLATFORMS) == ["cpu", "cuda", "xpu"]
     assert [each.is_hardware for each in PLATFORMS.values()] == [False, True, True]
     xpu = PLATFORMS["xpu"]  # of which this build knows nothing
     assert (xpu.count(), xpu.is_built(), xpu.is_initialized()) == (0, False, False)
+    # the watchdog of NCCL ends no worker
+    assert CUDA.worker_settings["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert CUDA.worker_settings["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert Platform().worker_settings == {}
 
 
 def test_every_thread_records_on_the_processs_own_device(monkeypatch):
@@ -198,7 +199,7 @@ def fails(*_):
 
 
 def test_communicators_are_aborted_together():
-    """... also when the abort of one fails, or its device is lost."""
+    """... also when the abort of one fails, or its device is lost, or it waits for another."""
     calls = []
     CUDA.abort(of_backends(Recorded(calls, "a"), Recorded(calls, "b")))
     assert sorted(calls) == [("a", "abort"), ("b", "abort")]
@@ -207,9 +208,6 @@ def test_communicators_are_aborted_together():
     assert calls == [("b", "abort")]
     CUDA.abort([SimpleNamespace(_get_backend=fails)])
     CUDA.abort([])
-
-
-def test_an_abort_that_waits_for_another_ends():
     both = threading.Barrier(2)
     backend = SimpleNamespace(abort=lambda: both.wait(10))
     CUDA.abort(of_backends(backend, backend))
@@ -385,29 +383,6 @@ def test_only_connections_of_gloo_tell_of_lost_peers(monkeypatch, tmp_path):
         end.close()
 
 
-def test_the_watchdog_of_nccl_ends_no_worker():
-    assert CUDA.worker_settings["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
-    assert CUDA.worker_settings["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert Platform().worker_settings == {}
-
-
-SHARING = """
-import torch
-torch.cuda.device_count = lambda: 1
-import torchpmap as tp
-print(tp.devices()[:3])
-"""
-
-
-@pytest.mark.long
-def test_a_setting_lets_workers_share_a_device():
-    for shares in ("0", "1"):
-        settings = {"TORCHPMAP_DEVICE_TYPE": "cuda", "TORCHPMAP_TEST_SHARE": shares}
-        done = run_program("-c", SHARING, **settings)
-        seen = ["Device(cuda:0)", "Device(cuda:1)", "Device(cuda:2)"][: 3 if shares == "1" else 1]
-        assert done.stdout == f"[{', '.join(seen)}]\n"
-
-
 WATCHED = """
 import sys, torch
 touched = []
@@ -446,8 +421,6 @@ def test_the_fork_server_leaves_accelerators_alone(compiles):
     assert done.stdout.endswith(" True\n")
 
 
-# Errors of an accelerator, without one ------------------------------------------------------------
-
 BROKEN = torch.AcceleratorError("CUDA error: device-side assert triggered")
 
 
@@ -469,19 +442,16 @@ def device(monkeypatch):
     return seen
 
 
-def test_only_what_lacks_memory_gives_cached_memory_back(device):
-    assert CUDA.recover(torch.OutOfMemoryError("CUDA out of memory"))
-    assert device.asked == [("empty_cache",), ("synchronize", 0)]
-    device.asked.clear()
-    assert CUDA.recover(ValueError("mine"))
-    assert device.asked == [("synchronize", 0)]
-
-
-@pytest.mark.parametrize("error", [ValueError("mine"), BROKEN])
-def test_a_device_that_raises_at_every_use_is_lost(device, error):
-    """Whatever was seen first: a function may hide the error of a kernel behind its own."""
-    device.error = BROKEN
-    assert not CUDA.recover(error)
+@pytest.mark.parametrize(
+    ("error", "freed"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), True), (ValueError(), False)],
+)
+def test_only_what_lacks_memory_gives_cached_memory_back(device, error, freed):
+    assert CUDA.recover(error)
+    assert device.asked == [("empty_cache",)] * freed + [("synchronize", 0)]
+    device.error = BROKEN  # a function may hide the error of a kernel behind its own
+    assert not CUDA.recover(ValueError("mine"))
+    assert not CUDA.recover(BROKEN)
 
 
 @pytest.mark.parametrize("refusal", [0, 2])

@@ -116,15 +116,13 @@ def test_constants_are_structure():
         pytree._deregister_pytree_node(Mode)
 
 
-def test_subclasses_are_leaves():
-    class MyList(list):
-        pass
+class MyList(list):
+    pass
 
+
+def test_subclasses_are_leaves():
     for leaf in (MyList([1]), torch.ones(2), np.ones(2), torch.nn.Parameter(torch.ones(1)), "text"):
         assert flatten((leaf,))[0][0] is leaf
-
-
-def test_unflatten_checks_the_number_of_leaves():
     with pytest.raises(ValueError, match=r"Structure\(\(\*, \*\)\) takes 2 leaves, but got 3"):
         flatten((1, 2))[1].unflatten([1, 2, 3])
 
@@ -133,18 +131,11 @@ def test_unflatten_checks_the_number_of_leaves():
 
 
 def test_the_order_of_dict_keys_and_the_leaves_do_not_matter():
+    """Of any tree: ``test_dict_order_never_matters``."""
     a = flatten({"x": 1, "y": (2, None)})[1]
     b = flatten({"y": (None, "z"), "x": 3})[1]
     assert a == b
     assert hash(a) == hash(b)
-    assert a.paths("t") == b.paths("t")
-    orders = itertools.permutations({"a": 1, "b": [2, 3], "c": {}}.items())
-    trees = [dict(order) for order in orders]
-    flat = [flatten(tree) for tree in trees]
-    assert all(leaves == [1, 2, 3] for leaves, _ in flat)
-    assert len({structure for _, structure in flat}) == 1
-    for tree, (leaves, structure) in zip(trees, flat, strict=True):
-        assert list(structure.unflatten(leaves)) == list(tree)
     one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
     assert flatten(one)[1].unflatten(flatten(other)[0]) == one
 
@@ -167,11 +158,6 @@ def test_different_structures():
         assert repr(back) == repr(tree)
 
 
-@pytest.mark.parametrize("context", [["t"], [np.ones(2)]])
-def test_context_is_compared_by_value(context):
-    assert flatten(Box(1, context))[1] == flatten(Box(2, copy.deepcopy(context)))[1]
-
-
 def test_unsortable_and_unhashable_contexts():
     class Factory:
         __hash__ = None
@@ -184,6 +170,8 @@ def test_unsortable_and_unhashable_contexts():
     leaves, structure = flatten(tree)
     assert flatten(backwards) == (leaves, structure)
     assert structure.unflatten(leaves) == tree
+    for context in (["t"], [np.ones(2)]):
+        assert flatten(Box(1, context))[1] == flatten(Box(2, copy.deepcopy(context)))[1]
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,9 @@ from _axis_models import (
     transposed,
 )
 from _spmd import spmd
-from _support import EAGER
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import torchpmap as tp
 from torchpmap._collectives import (
     all_gather,
     all_to_all,
@@ -382,48 +380,3 @@ def test_no_more_is_sent_than_must_be(world_name, name, sent, run):
 
 
 # --- whole calls ----------------------------------------------------------------------------------
-
-CALLED = [
-    *("psum-scattered", "psum-uneven", "pmean-uneven_mixed", "all_gather-two_orders"),
-    *("psum_scatter_tiled-scattered", "all_to_all-halves", "ppermute-ring", "ppermute-partial"),
-]
-
-
-@pytest.mark.long
-def test_more_rows_than_devices(mode, pool):
-    for name in CALLED:
-        both = value_and_pullback(name)
-        f = tp.pmap(lambda x, w, both=both: both("i", x, w), axis_name="i", compile=mode)
-        check_linear(name, *(y.cpu() for y in f(*linear_inputs(name))))
-    groups = UNEVEN["uneven_mixed"]
-    extreme = tp.value_and_grad(lambda x: pmax(x, "i", axis_index_groups=groups).sum())
-    value, slope = tp.pmap(extreme, axis_name="i", compile=mode)(TIES[:, 0])
-    assert value.tolist() == [3, 3, 3, 3, 2, 2, 3, 2]
-    assert slope.tolist() == [1.5, 2, 0, 1.5, 0, 3, 0, 0]
-
-
-@pytest.mark.inductor
-def test_compiled(pool):
-    ring, groups = PERMUTATIONS["ring"], UNEVEN["uneven_mixed"]
-
-    def f(x):
-        return ppermute(psum(x, "i", axis_index_groups=groups), "i", ring)
-
-    got = tp.pmap(f, axis_name="i", fullgraph=True)(torch.arange(float(N)))
-    assert got.tolist() == [16, 9, 3, 3, 9, 16, 16, 9]
-
-
-def test_pmap_in_pmap(pool):
-    """Eight rows on four devices, each with two columns: three parts, in either order of names."""
-    groups = [[0, 3, 15], [1, 2, 5, 6, 7], [4, 8, 9, 10, 11, 12, 13, 14]]
-    x = torch.arange(16.0).reshape(8, 2)
-
-    def f(x):
-        rows_first = psum(x, ("rows", "columns"), axis_index_groups=groups)
-        return rows_first, ppermute(x, ("columns", "rows"), [(k, (k + 1) % 16) for k in range(16)])
-
-    g = tp.pmap(tp.pmap(f, axis_name="columns"), axis_name="rows", compile=EAGER)
-    summed, moved = g(x)
-    total = {k: float(sum(group)) for group in groups for k in group}
-    assert summed.flatten().tolist() == [total[k] for k in range(16)]
-    assert torch.equal(moved.cpu().T.flatten(), x.T.flatten().roll(1))

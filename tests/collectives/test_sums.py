@@ -6,14 +6,11 @@ Expected numbers are those of exact arithmetic, rounded.  Those of ``psum``, ``p
 float16.
 """
 
-from contextlib import nullcontext
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 from _spmd import spmd
-from _support import EAGER
+from _support import EAGER, WAYS
 
 import torchpmap as tp
 from torchpmap._layout import axis_stack
@@ -21,12 +18,6 @@ from torchpmap._layout import axis_stack
 pytestmark = pytest.mark.usefixtures("pool")
 
 N = 4
-WAYS = {
-    "graph": (nullcontext, {"compile": EAGER}),
-    "uncompiled": (nullcontext, {"compile": False}),
-    "lanes": (tp.debug.fake_pmap, {}),
-    "serial": (partial(tp.debug.fake_pmap, serial=True), {}),
-}
 BIG = {
     torch.bfloat16: 256.0,  # 256 + 1 is 256
     torch.float16: 2048.0,
@@ -85,9 +76,9 @@ def sums(x):
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_every_sum(dtype, count, way):
     x = rows(dtype, count)
-    where, options = WAYS[way]
-    with where():
-        results = tp.pmap(sums, axis_name="i", **options)(x)
+    compile, around = WAYS[way]
+    with around():
+        results = tp.pmap(sums, axis_name="i", compile=compile)(x)
     want = rounded(x.double().sum().item(), dtype)
     for name, value in results.items():
         assert value.dtype == dtype, name

@@ -173,29 +173,9 @@ class Faulty(torch.autograd.Function):
         return torch.where((x > 3) & lanes_only(), 10.0, 1.0) * grad
 
 
-def test_a_wrong_value_is_named():
-    def f(x):
-        wrong = torch.where(x == 4.0, 1.0, 0.0) if lanes_only() else 0.0
-        return {"right": x, "y": x + wrong}
-
-    with pytest.raises(AssertionError) as info:
-        check_pmap(f, X, compile=EAGER)
-    assert str(info.value) == (
-        "check_pmap(f): the output of f['y'] differs at index (3, 1): serial gives 4.0 and vmapped "
-        "gives 5.0 (difference 1, allowed 1e-05 + 0.0001 * |serial|); 1 of 12 elements differ."
-    )
-
-
-def test_a_wrong_gradient_is_named():
-    def f(tree):
-        return Faulty.apply(tree["x"]) * tree["w"]
-
-    axes = ({"x": 0, "w": None},)
-    with pytest.raises(AssertionError) as info:
-        check_pmap(f, {"x": X, "w": W}, in_axes=axes, compile=EAGER)
-    text = str(info.value)
-    assert "the gradient to argument tree['x'] differs at index (3, 1): serial gives" in text
-    assert "1 of 12 elements differ" in text
+def wrong_value(x):
+    wrong = torch.where(x == 4.0, 1.0, 0.0) if lanes_only() else 0.0
+    return {"right": x, "y": x + wrong}
 
 
 def raised_in_lanes(x):
@@ -205,6 +185,14 @@ def raised_in_lanes(x):
 @pytest.mark.parametrize(
     ("f", "x", "options", "text"),
     [
+        (wrong_value, X, GRAPH,
+         r"^check_pmap\(wrong_value\): the output of wrong_value\['y'\] differs at index \(3, 1\): "
+         r"serial gives 4.0 and vmapped gives 5.0 \(difference 1, allowed 1e-05 \+ 0.0001 \* "
+         r"\|serial\|\); 1 of 12 elements differ\.$"),
+        (lambda tree: Faulty.apply(tree["x"]) * tree["w"], {"x": X, "w": W},
+         {"in_axes": ({"x": 0, "w": None},), **GRAPH},
+         r"the gradient to argument tree\['x'\] differs at index \(3, 1\): serial gives .*; "
+         "1 of 12 elements differ"),
         (lambda x: x + 1 if type(x).__name__ == "FakeTensor" else x, X, VALUES_ONLY,
          r"serial gives 0.0 and pmapped gives 1.0"),
         (lambda x: x.double() if lanes_only() else x, X, GRAPH,
@@ -218,7 +206,7 @@ def raised_in_lanes(x):
         (lambda n: n + lanes_only(), torch.arange(4), {**VALUES_ONLY, "atol": 3.0}, "allowed 0 "),
     ],
 )  # fmt: skip
-def test_other_differences_are_named(f, x, options, text):
+def test_differences_are_named(f, x, options, text):
     with pytest.raises(AssertionError, match=text):
         check_pmap(f, x, **options)
 
@@ -252,10 +240,3 @@ def test_no_bit_is_lost(value, other):
 def test_options_twice_are_refused():
     with pytest.raises(TypeError, match="a function that is mapped already brings its own options"):
         check_pmap(tp.pmap(lambda x: x), X, axis_name="i")
-
-
-def test_lost_writes_are_refused_before_they_happen():
-    total = torch.zeros(3)
-    with pytest.raises(RuntimeError, match="writes in place to a captured tensor"):
-        check_pmap(lambda x: total.add_(x), X, compile=EAGER)
-    assert total.tolist() == [0.0] * 3

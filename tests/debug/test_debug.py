@@ -4,14 +4,13 @@ calling process.
 
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 import torch
 from _arrays import Foreign
 from _spies import asked
-from _support import EAGER
+from _support import EAGER, in_threads
 
 import torchpmap as tp
 from torchpmap._runtime import current, inline_mode
@@ -47,6 +46,12 @@ assert children == "", children
 @pytest.fixture
 def inline():
     with tp.debug.fake_pmap():
+        yield
+
+
+@pytest.fixture
+def serial():
+    with tp.debug.fake_pmap(serial=True):
         yield
 
 
@@ -92,41 +97,11 @@ def test_ends_with_the_block_also_after_an_error(pool):
 
 
 def test_other_threads_are_not_affected(inline):
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(inline_mode.active()))
-    thread.start()
-    thread.join()
-    assert seen == [False]
+    assert in_threads(1, lambda _: inline_mode.active()) == [False]
     assert inline_mode.active()
 
 
 # What a call gives -------------------------------------------------------------------------------
-
-
-def test_axes_and_kinds_of_arguments(inline):
-    @tp.pmap(axis_name="i", in_axes=({"w": None, "v": 1}, 0, None), out_axes={"a": 1, "b": 0})
-    def f(tree, row, number, *, extra):
-        return {"a": tree["w"] * row + tree["v"], "b": number + extra["z"]}
-
-    w, v, row = torch.tensor([1.0, 2.0]), torch.arange(8.0).reshape(2, 4), np.arange(4.0)
-    result = f({"w": w, "v": v}, row, 2.5, extra={"z": Foreign(X)})
-    expected = w[:, None] * X + v
-    assert result["a"].dtype == torch.float32  # a row of the array is a scalar: it widens nothing
-    assert result["a"].tolist() == expected.tolist()
-    assert result["b"].tolist() == [2.5, 3.5, 4.5, 5.5]
-
-
-def test_statics_retrace_nothing_and_stay_python(inline):
-    seen = []
-
-    def noting(x, k):
-        seen.append(k)
-        return x * k
-
-    f = tp.pmap(noting, static_broadcasted_argnums=1)
-    assert f(X, 2).tolist() == [0.0, 2.0, 4.0, 6.0]
-    assert f(X, 3).tolist() == [0.0, 3.0, 6.0, 9.0]
-    assert seen == [2, 3]
 
 
 def test_sharded_arguments_are_gathered_and_stay_if_donated(pool):
@@ -135,14 +110,6 @@ def test_sharded_arguments_are_gathered_and_stay_if_donated(pool):
         assert tp.pmap(total, "i")(rows).tolist() == [10.0] * 4
         tp.pmap(lambda x: x * 2, donate_argnums=0)(rows)
     assert rows.tolist() == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_out_axes_none_is_the_first_rows_value(inline):
-    first, reduced = tp.pmap(lambda x: (x, tp.pmax(x, "i")), "i", out_axes=None)(X + 5)
-    assert first.item() == 5.0
-    assert reduced.item() == 8.0
-    rows = tp.pmap(lambda x: x.sum(), out_axes=None)(torch.ones(4, 3))
-    assert tp.unreplicate(rows).item() == 3.0
 
 
 def test_replicate_and_unreplicate_are_inverse(inline):
@@ -165,17 +132,10 @@ def test_results_are_new_tensors_and_arguments_may_be_written_to(inline):
     captured.add_(1)
     assert X.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert w.tolist() == [1.0] * 3
-    array, tensor = np.zeros(4), torch.zeros(4)
-    result = tp.pmap(lambda a, b: a.add_(1) + b.add_(2))(array, tensor)
+    array, tensor, foreign = np.zeros(4), torch.zeros(4), torch.zeros(4)
+    result = tp.pmap(lambda a, b, c: a.add_(1) + b.add_(2) + c)(array, tensor, Foreign(foreign))
     assert result.tolist() == [3.0] * 4
     assert array.tolist() == tensor.tolist() == [0.0] * 4
-
-
-def test_nested_and_more_rows_than_devices(inline):
-    assert tp.pmap(total, "i")(torch.arange(23.0)).tolist() == [253.0] * 23
-    inner = tp.pmap(lambda x: tp.psum(x, ("i", "j")) + tp.axis_index("j"), "j")
-    result = tp.pmap(inner, "i")(torch.arange(6.0).reshape(2, 3))
-    assert result.tolist() == [[15.0, 16.0, 17.0]] * 2
 
 
 # Derivatives around a call -----------------------------------------------------------------------
@@ -206,14 +166,6 @@ def test_backward_to_a_sharded_argument(pool):
     with tp.debug.fake_pmap():
         loss(W, x).backward()
     assert x.grad.tolist() == [36.0] * 4
-
-
-def test_functional_transforms(inline):
-    assert torch.func.grad(loss)(W, X).item() == 36.0
-    assert torch.func.jacrev(loss, 1)(W, X).tolist() == [36.0] * 4
-    assert torch.func.jvp(lambda x: loss(W, x), (X,), (torch.ones(4),))[1].item() == 144.0
-    assert torch.func.hessian(loss, 1)(W, X).tolist() == [[6.0] * 4] * 4
-    assert torch.func.vmap(loss, (0, None))(torch.arange(3.0), X).tolist() == [0.0, 36.0, 72.0]
 
 
 # What raises -------------------------------------------------------------------------------------
@@ -261,16 +213,6 @@ def test_what_is_on_the_devices_is_not_donated_twice(pool):
     )
     assert "argument x is donated, but the same tensor is also argument y" in on_devices
     assert here == on_devices
-
-
-def test_replicated_is_checked_through_transforms(inline):
-    f = tp.pmap(lambda x: tp.psum(x, "i"), "i", out_axes=None, check_replicated=True)
-    assert torch.func.grad(f)(X).tolist() == [1.0] * 4
-    g = tp.pmap(lambda x: x, out_axes=None, check_replicated=True)
-    with pytest.raises(ValueError, match=r"out_axes is None for .*\(largest difference 3\)"):
-        torch.func.grad(g)(X)
-    with pytest.raises(ValueError, match=r"\(largest difference 6\)"):
-        torch.func.vmap(g)(torch.stack([X, 2 * X]))
 
 
 def test_lost_writes_raise_before_they_happen(inline):
@@ -338,9 +280,6 @@ def test_what_lanes_cannot_do_comes_with_advice(inline, name):
     assert note.startswith("This call runs in the calling process (torchpmap.debug.fake_pmap")
     assert "torch.where for `if`" in note
     assert note.endswith("torchpmap.debug.fake_pmap(serial=True).")
-
-
-def test_other_errors_come_without(inline):
     with pytest.raises(RuntimeError) as info:
         tp.pmap(lambda x: x @ torch.ones(3))(torch.ones(4, 2))
     assert not hasattr(info.value, "__notes__")
@@ -355,12 +294,6 @@ def test_a_closed_pools_values_raise(pool):
 
 
 # One row after the other --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def serial():
-    with tp.debug.fake_pmap(serial=True):
-        yield
 
 
 def test_rows_are_plain_python(serial):
@@ -410,10 +343,12 @@ def test_rows_run_in_order_between_collectives(serial):
     assert events == [(when, k) for when in ("before", "after") for k in range(3)]
 
 
-def test_a_rows_error_names_the_row(serial):
+def test_errors_name_the_row(serial):
     with pytest.raises(ZeroDivisionError) as info:
         tp.pmap(lambda x: 1 / (tp.psum(x, "i").item() - 6 + x.item() - 2), "i")(X)
     assert info.value.__notes__ == ["in row 2 of 4, axis 'i'"]
+    with pytest.raises(ValueError, match=r"of \['int64\[0\]'\], row 1 .* of \['int64\[1\]'\]"):
+        tp.pmap(lambda x: torch.zeros(int(x), dtype=torch.int64))(torch.arange(2))
 
 
 def test_rows_in_different_collectives_raise(serial):
@@ -439,23 +374,6 @@ def test_rows_in_different_collectives_raise(serial):
         "Every row must run the same collectives in the same order, from the same lines of the "
         "script: do not put one under a condition on a row's own values or axis index."
     )
-
-
-def test_rows_that_swap_equal_collectives_raise(serial):
-    def f(x):
-        a, b = (x, 10 * x) if x > 0 else (10 * x, x)
-        if x > 0:
-            return tp.psum(a, "i"), tp.psum(b, "i")
-        second = tp.psum(a, "i")
-        return tp.psum(b, "i"), second
-
-    with pytest.raises(tp.CollectiveMismatch, match="rows run different collectives"):
-        tp.pmap(f, "i")(X)
-
-
-def test_rows_with_different_results_raise(serial):
-    with pytest.raises(ValueError, match=r"of \['int64\[0\]'\], row 1 .* of \['int64\[1\]'\]"):
-        tp.pmap(lambda x: torch.zeros(int(x), dtype=torch.int64))(torch.arange(2))
 
 
 def test_serial_rows_refuse_outside_derivatives(serial):

@@ -2,12 +2,9 @@
 Python; and the comparison of copies that ``check_vma`` makes without a trace.
 """
 
-import contextlib
-import functools
-
 import pytest
 import torch
-from _support import EAGER
+from _support import WAYS
 
 import torchpmap as tp
 from torchpmap import P
@@ -63,56 +60,18 @@ def test_devices_run_in_order_between_collectives(mesh, serial):
     assert events == [(0, 0), (0, 1), (0, 0), (0, 1), (1, 0), (1, 1), (1, 0), (1, 1)]
 
 
-def test_an_error_names_the_device(mesh, serial):
-    def f(a):
+def test_errors_name_the_device(mesh, serial):
+    def fails(a):
         if a[0, 0].item() == 10:
             raise KeyError("ten")
         return a
 
     with pytest.raises(KeyError) as caught:
-        mapped(f, mesh, XY, XY)(X)
+        mapped(fails, mesh, XY, XY)(X)
     assert "on the device at x=1, y=1" in caught.value.__notes__
-
-
-def test_devices_that_return_different_kinds(mesh, serial):
-    def f(a):
-        return a if a[0, 0].item() == 0 else a[:1]
-
     text = r"devices returned different kinds of results: device 0 .*float32\[2, 2\].*device 1 ret"
     with pytest.raises(ValueError, match=text):
-        mapped(f, mesh, XY, XY)(X)
-
-
-def test_maps_in_maps(mesh, serial):
-    def outer(a):
-        inner = tp.shard_map(
-            lambda b: b - tp.pmean(b, "y") * (b[0, 0].item() > 5),
-            in_specs=P(None, "y"),
-            out_specs=P(None, "y"),
-            axis_names={"y"},
-        )
-        return inner(a)
-
-    found = mapped(outer, mesh, P("x"), P("x"), axis_names={"x"})(X)
-    low = X[2:] - (X[2:, :2] + X[2:, 2:]).div(2).repeat(1, 2)
-    assert found.tolist() == torch.cat([X[:2], low]).tolist()
-
-
-def test_random_numbers_are_those_of_the_devices(mesh):
-    def draw():
-        torch.manual_seed(1)
-        return mapped(lambda a: torch.rand(a.shape), mesh, XY, XY, compile=EAGER)(X).tolist()
-
-    on_devices = draw()
-    with tp.debug.fake_pmap(serial=True):
-        assert draw() == on_devices
-
-
-def test_no_derivative_from_outside(mesh, serial):
-    x = X.clone().requires_grad_()
-    y = mapped(torch.sin, mesh, XY, XY)(x)
-    with pytest.raises(NotImplementedError, match=r"shard_map\(sin.*cannot be differentiated from"):
-        y.sum().backward()
+        mapped(lambda a: a if a[0, 0].item() == 0 else a[:1], mesh, XY, XY)(X)
 
 
 def only_below(a):
@@ -120,19 +79,12 @@ def only_below(a):
     return torch.where(tp.axis_index("x") == 1, a, 0.0)
 
 
-WAYS = {
-    "devices": contextlib.nullcontext,
-    "lanes": tp.debug.fake_pmap,
-    "serial": functools.partial(tp.debug.fake_pmap, serial=True),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["python", "lanes", "serial"])
 def test_copies_are_compared_on_all_lines_of_the_mesh(mesh, way):
     text = (
         r"out_specs does not mention axis 'y' for .*differs between devices .*with pmean\), or "
         r"mention the axis in its entry of out_specs; or pass check_vma=False, and the value of"
     )
-    call = mapped(only_below, mesh, XY, P("x"), compile=False)
-    with WAYS[way](), pytest.raises(ValueError, match=text):
-        call(X)
+    compile, around = WAYS[way]
+    with around(), pytest.raises(ValueError, match=text):
+        mapped(only_below, mesh, XY, P("x"), compile=compile)(X)

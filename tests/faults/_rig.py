@@ -21,7 +21,6 @@ from _support import (
     SCALE,
     eagerly,
     gated,
-    known_pids,
     running_pool,
     wait_for,
     worker_pids,
@@ -225,11 +224,3 @@ def interrupted_after(seconds: float, function: Callable[[], Any]) -> None:
     except KeyboardInterrupt:
         stopped.set()
     thread.join()
-
-
-# -- the workers -----------------------------------------------------------------------------------
-
-
-def new_pids(old: list[int]) -> list[int]:
-    """Workers of the present pool that are not among ``old``."""
-    return [pid for pid in known_pids() if pid is not None and pid not in old]

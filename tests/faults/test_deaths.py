@@ -16,7 +16,6 @@ from _rig import (
     eagerly,
     failure,
     kill,
-    new_pids,
     on_rank,
     rows,
     sharded,
@@ -109,7 +108,7 @@ def test_row_05_workers_die_while_the_pool_starts():
     def strike():
         killed: list[int] = []
         while not stop.is_set():
-            for pid in new_pids(killed):
+            for pid in set(known_pids()) - {None, *killed}:
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
 

@@ -21,28 +21,6 @@ def orders(x, odd):
     return a + tp.pmax(x + 1, "i")
 
 
-def orders_of_equal_sums(x, odd):
-    if odd:
-        tp.psum(10 * x, "i")
-        return tp.psum(x, "i")
-    a = tp.psum(x, "i")
-    tp.psum(10 * x, "i")
-    return a
-
-
-def orders_in_one_line(x, odd):
-    a, b = (x, x * 10) if odd else (x * 10, x)
-    return [tp.psum(a, "i"), tp.psum(b, "i")][odd] if odd else tp.psum(a, "i") + tp.psum(b, "i")
-
-
-def rounds_of_a_loop(x, odd):
-    for _ in range(3 if odd else 2):
-        x = tp.psum(x, "i") / N
-    if not odd:
-        x = tp.psum(x, "i") / N
-    return x
-
-
 def returns_early(x, odd):
     x = tp.psum(x, "i")
     return x if odd else tp.psum(x, "i")
@@ -65,15 +43,15 @@ PROGRAMS = {
         torch.ones(2, dtype=torch.int32 if odd else torch.float32), "i"
     ).sum(),
     "row_15_order": orders,
-    "row_15_order_of_equal_sums": orders_of_equal_sums,
-    "row_15_order_in_one_line": orders_in_one_line,
-    "row_15_rounds_of_a_loop": rounds_of_a_loop,
     "row_15_permutation": lambda x, odd: shifted(x, 2 if odd else 1),
     "row_15_groups": lambda x, odd: in_groups(x, [[0, 1], [2, 3]] if odd else [[0, 2], [1, 3]]),
     "row_16_a_rank_returns_early": returns_early,
     "row_16_a_rank_does_one_more": lambda x, odd: returns_early(x, not odd),
 }
-"""What a rank does; one is the odd one.  If only an argument differs, it is that of one line."""
+"""What a rank does; one is the odd one.  If only an argument differs, it is that of one line.
+
+Programs that would exchange equal values are in tests/trace/test_agreement.py.
+"""
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

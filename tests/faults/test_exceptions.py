@@ -127,23 +127,6 @@ def test_row_09_different_errors_on_all_ranks():
     assert all(f"error of rank {rank}" in notes for rank in (1, 2, 3))
 
 
-class HoldsALock(OSError):
-    def __init__(self, text):
-        super().__init__(text)
-        self.lock = threading.Lock()
-
-
-class TwoArguments(Exception):
-    def __init__(self, value, limit):
-        super().__init__(f"{value} is above {limit}")
-
-
-class Huge(Exception):
-    def __init__(self, text):
-        super().__init__(text)
-        self.payload = bytes(100 << 20)
-
-
 class BadOverThere(Exception):
     def __reduce__(self):
         return os.abort, ()
@@ -183,10 +166,6 @@ HOSTILE = {
     "GeneratorExit": (lambda: GeneratorExit("mine"), "GeneratorExit: mine"),
     "CancelledError": (
         lambda: asyncio.CancelledError("mine"), "asyncio.exceptions.CancelledError: mine"),
-    "holds a lock": (lambda: HoldsALock("mine"), "mine"),
-    "two arguments": (lambda: TwoArguments(3, 2), "3 is above 2"),
-    "100 MB": (lambda: Huge("mine"), "mine"),
-    "long text": (lambda: ValueError("x" * 10_000_000), "characters left out"),
     "cannot be rebuilt": (lambda: NotRebuilt("mine"), "mine"),
     "aborts while it is rebuilt": (lambda: BadOverThere("mine"), "SIGABRT"),
     "evil class": (lambda: evil("class"), "Evil: text"),

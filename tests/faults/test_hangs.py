@@ -10,7 +10,6 @@ import time
 import pytest
 from _rig import (
     N,
-    assert_pool_works,
     eagerly,
     endless_loop,
     failure,
@@ -23,7 +22,7 @@ from _rig import (
     total,
     within,
 )
-from _support import DEVICE, beside, gated, running_pool, wait_for, worker_pids
+from _support import DEVICE, gated, running_pool, worker_pids
 
 import torchpmap as tp
 
@@ -192,30 +191,6 @@ def test_row_20_stopped_process(when, limit):
         error = within(10, lambda: call(rows)).error
         assert isinstance(error, tp.CallTimeout if limit else tp.WorkerDied), error
         assert "stopped" in str(error)
-
-
-@pytest.mark.long
-def test_row_20_stopped_with_full_sockets_while_another_dies():
-    """The thread that sends waits for room, and holds the send lock."""
-    pids = worker_pids()
-    os.kill(pids[1], signal.SIGSTOP)
-    first = total(rows)
-
-    def ahead():
-        z = first
-        while True:
-            z = total(z)
-
-    pool = running_pool()
-
-    def kill_when_full():
-        wait_for(lambda: pool.outbox.unsent is not None, 10)
-        os.kill(pids[0], signal.SIGKILL)
-
-    with beside(kill_when_full):
-        error = within(12, ahead).error
-    assert isinstance(error, tp.WorkerDied | tp.ShardLost), error
-    assert_pool_works()
 
 
 @pytest.mark.parametrize(

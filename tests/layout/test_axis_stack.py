@@ -1,9 +1,7 @@
 """Covers: _layout/axis_stack.py."""
 
-import threading
-
-import pytest
 import torch
+from _support import in_threads
 
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
@@ -26,34 +24,9 @@ def test_innermost_binding_wins():
     assert axis_stack.bound() == ()
 
 
-def test_error_unbinds():
-    with pytest.raises(KeyError, match="user"), axis_stack.bind(axis("i")):
-        raise KeyError("user")
-    assert axis_stack.bound() == ()
-
-
-def test_unbound_name_says_what_is_bound():
-    with pytest.raises(NameError, match=r"^unbound axis name: j\. Bound here: nothing\. Name the"):
-        axis_stack.lookup("j")
-    with (
-        axis_stack.bind(axis("i")),
-        axis_stack.bind(axis("k", 2)),
-        pytest.raises(NameError) as caught,
-    ):
-        axis_stack.lookup("j")
-    assert str(caught.value) == (
-        "unbound axis name: j. Bound here: 'i' (size 4), 'k' (size 2). Name the axis where the "
-        "function is mapped: pmap(f, axis_name='j') or vmap(f, axis_name='j')."
-    )
-
-
 def test_axes_are_bound_per_thread():
-    seen = []
     with axis_stack.bind(axis("i")):
-        thread = threading.Thread(target=lambda: seen.append(len(axis_stack.bound())))
-        thread.start()
-        thread.join()
-    assert seen == [0]
+        assert in_threads(1, lambda _: len(axis_stack.bound())) == [0]
 
 
 def test_recording_collects_nests_and_hears_other_threads():
@@ -63,9 +36,7 @@ def test_recording_collects_nests_and_hears_other_threads():
         with axis_stack.recording() as inner:
             axis_stack.record(("b",))
         axis_stack.record(("c",))
-        thread = threading.Thread(target=axis_stack.record, args=(("backward",),))
-        thread.start()
-        thread.join()
+        in_threads(1, lambda _: axis_stack.record(("backward",)))
     axis_stack.record(("d",))
     assert outer == [("a",), ("c",), ("backward",)]
     assert inner == [("b",)]

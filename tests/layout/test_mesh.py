@@ -156,41 +156,6 @@ def test_named_sharding_is_a_value():
     assert repr(sharding) == "NamedSharding(mesh=Mesh('x': 2, 'y': 2), spec=PartitionSpec('x',))"
 
 
-@pytest.mark.parametrize(
-    ("shape", "spec", "whole"),
-    [
-        ({"x": 2, "y": 2}, P(), True),
-        ({"x": 2, "y": 2}, P(None, None), True),
-        ({"x": 2, "y": 2}, P("x"), False),
-        ({"x": 1, "y": 2}, P("x"), True),
-        ({"x": 1}, P("x"), True),
-    ],
-)
-def test_is_fully_replicated(shape, spec, whole):
-    assert NamedSharding(mesh_of(**shape), spec).is_fully_replicated is whole
-
-
-# As jax.sharding.NamedSharding.devices_indices_map gives them.
-@pytest.mark.parametrize(
-    ("mesh", "spec", "shape", "indices"),
-    [
-        ({"x": 2, "y": 2}, P("x"), (4, 3),
-         [(slice(0, 2), WHOLE), (slice(0, 2), WHOLE), (slice(2, 4), WHOLE), (slice(2, 4), WHOLE)]),
-        ({"x": 2, "y": 2}, P(("x", "y")), (4, 3), [(slice(k, k + 1), WHOLE) for k in range(4)]),
-        ({"x": 2, "y": 2}, P(("y", "x")), (4,), [(slice(k, k + 1),) for k in (0, 2, 1, 3)]),
-        ({"x": 2, "y": 2}, P("y", "x"), (4, 6), [(slice(0, 2), slice(0, 3)),
-         (slice(2, 4), slice(0, 3)), (slice(0, 2), slice(3, 6)), (slice(2, 4), slice(3, 6))]),
-        ({"x": 2, "y": 2}, P(), (4,), [(WHOLE,)] * 4),
-        ({"x": 2}, P(), (), [()] * 2),
-        ({"x": 1}, P("x"), (4,), [(WHOLE,)]),
-        ({"x": 2}, P(None, "x"), (3, 0), [(WHOLE, slice(0, 0))] * 2),
-    ],
-)  # fmt: skip
-def test_devices_indices_map(mesh, spec, shape, indices):
-    expected = dict(zip(CPUS, indices, strict=False))
-    assert NamedSharding(mesh_of(**mesh), spec).devices_indices_map(shape) == expected
-
-
 UNFIT = [
     (P("x"), (3,),
      "implies that array axis 0 is partitioned 2 times (by mesh axis 'x'), but the dimension size "
@@ -252,18 +217,11 @@ def test_pieces_against_numpy(case):
     assert sharding.is_fully_replicated == all(p == whole_piece for p in pieces.values())
 
 
-def test_row_sharding():
+def test_row_sharding_and_replicated():
     devices = CPUS[3::-1]
     sharding = row_sharding(devices, "i", 1)
     assert sharding == NamedSharding(Mesh(devices, "i"), P(None, "i"))
-    pieces = sharding.devices_indices_map((2, 8))
-    assert pieces[CPUS[3]] == (WHOLE, slice(0, 2))
+    assert sharding.devices_indices_map((2, 8))[CPUS[3]] == (WHOLE, slice(0, 2))
     assert row_sharding(devices, "i", 0).spec == P("i")
-
-
-def test_replicated():
-    sharding = replicated(CPUS[:3])
-    assert sharding.is_fully_replicated
-    assert sharding.spec == P()
-    assert sharding.device_set == set(CPUS[:3])
-    assert replicated(CPUS[:3], "i").mesh == Mesh(CPUS[:3], "i")
+    assert replicated(CPUS[:3], "i") == NamedSharding(Mesh(CPUS[:3], "i"), P())
+    assert replicated(CPUS[:3]).device_set == set(CPUS[:3])

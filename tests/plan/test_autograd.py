@@ -4,7 +4,6 @@ outside.
 Expectations are torch's own, for the function that the mapped one stands for.
 """
 
-import copy
 import gc
 
 import pytest
@@ -39,7 +38,14 @@ def scaled_by_the_sum(x):
     return x.sin() * tp.psum(x**2, ROWS)
 
 
+def stopped(x):
+    with torch.no_grad():
+        frozen = x * 2
+    return x.detach() * x + frozen * x + x**3
+
+
 PROGRAMS = {
+    "stopped gradients stay stopped": (stopped, stopped),
     "no collective": (lambda x: (x**3).sum(), lambda x: (x**3).sum(1)),
     "psum": (scaled_by_the_sum, lambda x: x.sin() * (x**2).sum(0)),
     "pmean": (lambda x: x / (1 + tp.pmean(x**2, ROWS)), lambda x: x / (1 + (x**2).mean(0))),
@@ -62,103 +68,59 @@ PROGRAMS = {
 
 @pytest.fixture(params=PROGRAMS)
 def program(request, mode):
+    """A mapped function, and the same of all rows in plain torch."""
     row, whole = PROGRAMS[request.param]
     mapped = tp.pmap(row, ROWS, compile=mode)
     yield mapped, whole
     assert has_no_failed_pair(mapped)
 
 
-def test_reverse_mode(program):
+def backward(f):
+    def gradient(x):
+        leaf = x.clone().requires_grad_()
+        (f(leaf) ** 2).sum().backward()
+        assert type(leaf.grad) is torch.Tensor
+        return leaf.grad
+
+    return gradient
+
+
+def backward_twice(f):
+    def gradient(x):
+        leaf = x[:, :1].clone().requires_grad_()
+        (first,) = torch.autograd.grad(f(leaf).sum(), leaf, create_graph=True)
+        (first**2).sum().backward()
+        return leaf.grad
+
+    return gradient
+
+
+func = torch.func
+TRANSFORMS = {
+    "grad": lambda f: func.grad(lambda x: (f(x) ** 2).sum()),
+    "backward": backward,
+    "backward twice": backward_twice,
+    "jacrev": func.jacrev,
+    "jacfwd": func.jacfwd,
+    "hessian": lambda f: lambda x: func.hessian(lambda x: f(x).sum())(x[:, :1]),
+    "vmap": lambda f: lambda x: func.vmap(f)(torch.stack([x, x + 1, -x])),
+    "vmap of dims": lambda f: lambda x: func.vmap(f, 1, -1)(torch.stack([x, x + 1, -x], 1)),
+    "vmap of grad": lambda f: (
+        lambda x: func.vmap(func.grad(lambda x: f(x).sum()))(torch.stack([x, x + 1]))
+    ),
+    "grad of vmap": lambda f: func.grad(
+        lambda x: (func.vmap(f)(torch.stack([x, x + 1])) ** 2).sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms(program, transform):
     mapped, whole = program
-    got, expected = (torch.func.grad(lambda x, f=f: (f(x) ** 2).sum())(Y) for f in program)
-    same(got, expected)
-    mine, other = Y.clone().requires_grad_(), Y.clone().requires_grad_()
-    (mapped(mine) ** 2).sum().backward()
-    (whole(other) ** 2).sum().backward()
-    same(mine.grad, other.grad)
-    assert type(mine.grad) is torch.Tensor
-
-
-@pytest.mark.parametrize(
-    "transform", [torch.func.jacrev, torch.func.jacfwd], ids=["jacrev", "jacfwd"]
-)
-def test_jacobians(program, transform):
-    mapped, whole = program
-    same(transform(mapped)(Y), torch.func.jacrev(whole)(Y))
-
-
-def test_batches(program):
-    mapped, whole = program
-    batch = torch.stack([Y, Y + 1, -Y])
-    expected = torch.stack([whole(y) for y in batch])
-    same(torch.func.vmap(mapped)(batch), expected)
-    same(torch.func.vmap(mapped, 1, -1)(batch.movedim(0, 1)), expected.movedim(0, -1))
-
-
-@pytest.mark.long("all_gather", "psum_scatter")
-def test_second_order(program):
-    mapped, whole = program
-    x = Y[:, :1].clone()
-    got, expected = (torch.func.hessian(lambda x, f=f: f(x).sum())(x) for f in program)
-    same(got, expected)
-    mine, other = (x.clone().requires_grad_() for _ in range(2))
-    for function, point in ((mapped, mine), (whole, other)):
-        (gradient,) = torch.autograd.grad(function(point).sum(), point, create_graph=True)
-        (gradient**2).sum().backward()
-    same(mine.grad, other.grad)
-
-
-def test_gradients_of_batches_and_batches_of_gradients(mode):
-    mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
-
-    def whole(x):
-        return x.sin() * (x**2).sum(0)
-
-    batch = torch.stack([Y, Y + 1])
-    got, expected = (torch.func.grad(lambda x, f=f: f(x).sum()) for f in (mapped, whole))
-    same(torch.func.vmap(got)(batch), torch.func.vmap(expected)(batch))
-    total = torch.func.grad(lambda b: (torch.func.vmap(mapped)(b) ** 2).sum())
-    same(total(batch), torch.func.grad(lambda b: (torch.func.vmap(whole)(b) ** 2).sum())(batch))
+    same(transform(mapped)(Y), transform(whole)(Y))
 
 
 # What is differentiated --------------------------------------------------------------------------
-
-
-def stopped(x):
-    with torch.no_grad():
-        frozen = x * 2
-    return x.detach() * x + frozen * x
-
-
-# mapped function, options of pmap, the same of whole arguments, and arguments of calls
-CALLS = {
-    "arguments that are not mapped": (
-        lambda w, x: torch.tanh(w @ x), {"in_axes": (None, 0)},
-        lambda w, x: torch.tanh(x @ w.T), (W, Y)),
-    "axes other than the first": (
-        lambda x: x**3, {"in_axes": -1, "out_axes": 1}, lambda x: x**3, (Y.T.contiguous(),)),
-    "stopped gradients stay stopped": (stopped, {}, stopped, (X,)),
-    "values declared equal, and two rows per device": (
-        lambda x: tp.pmean(x, ROWS), {"out_axes": None}, torch.mean, (X,), (torch.arange(8.0),)),
-    "more rows than devices": (
-        scaled_by_the_sum, {}, lambda x: x.sin() * (x**2).sum(), (torch.linspace(-1, 1, 12),)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_of_calls(name, mode):
-    function, options, whole, *calls = CALLS[name]
-    mapped = tp.pmap(function, ROWS, compile=mode, **options)
-
-    def weighted(y):  # differently at each place, so that it tells the layouts of results apart
-        return (y**2 * torch.arange(1.0, y.numel() + 1).reshape(y.shape)).sum()
-
-    def slopes(f, args):
-        return torch.func.grad(lambda *xs: weighted(f(*xs)), tuple(range(len(args))))(*args)
-
-    for args in calls:
-        for got, expected in zip(slopes(mapped, args), slopes(whole, args), strict=True):
-            same(got, expected)
 
 
 def test_trees_integers_and_none(mode):
@@ -178,19 +140,6 @@ def test_trees_integers_and_none(mode):
     same(torch.func.grad(loss)(X), (k * (k + 1)).float())
 
 
-def test_closures_get_the_sum(mode):
-    w = torch.tensor(2.0)
-
-    def mapped(w):
-        return tp.pmap(lambda x: (w * x).sin(), compile=mode)(X).sum()
-
-    same(torch.func.grad(mapped)(w), (X * (w * X).cos()).sum())
-    same(torch.func.grad(torch.func.grad(mapped))(w), -(X**2 * (w * X).sin()).sum())
-    batch = torch.func.vmap(mapped)(torch.tensor([1.0, 2.0]))
-    same(batch, torch.stack([X.sin(), (2 * X).sin()]).sum(1))
-    same(torch.func.jvp(mapped, (w,), (torch.ones(()),))[1], (X * (w * X).cos()).sum())
-
-
 def test_one_function_sees_every_new_closure():
     holder = [torch.tensor(0.0)]
     mapped = tp.pmap(lambda x: x * holder[0] ** 2, compile=EAGER)
@@ -201,23 +150,6 @@ def test_one_function_sees_every_new_closure():
 
     for value in (1.0, 3.0, 5.0):
         same(torch.func.grad(loss)(torch.tensor(value)), 2 * value * X.sum())
-
-
-def test_modules(mode):
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    reference = copy.deepcopy(module)
-    mapped = tp.pmap(lambda x: module(x).square().sum(), compile=mode)
-    losses = lambda: mapped(Y).mean(), lambda: reference(Y).square().sum() / 4
-    for trained, loss in zip((module, reference), losses, strict=True):
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss().backward()
-            optimizer.step()
-    assert has_no_failed_pair(mapped)
-    for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-        same(mine.detach(), theirs.detach())
 
 
 def test_functional_call(mode):

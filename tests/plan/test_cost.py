@@ -13,6 +13,8 @@ import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 
+X = torch.ones(4)
+
 
 def cost(f, *shapes, **options):
     """Of one row on each of four devices."""
@@ -192,8 +194,10 @@ def test_what_is_not_mapped():
     text = r"debug.cost takes a function that is mapped, but got .*sin"
     with pytest.raises(TypeError, match=text):
         tp.debug.cost(torch.sin, torch.ones(3))
-    with pytest.raises(tp.TraceError, match="runs as Python code"):
-        tp.debug.cost(tp.pmap(torch.sin, compile=False), torch.ones(4))
+    uncompiled = tp.pmap(torch.sin, compile=False)
+    for ask in (lambda: tp.debug.cost(uncompiled, torch.ones(4)), lambda: uncompiled.lower(X)):
+        with pytest.raises(tp.TraceError, match="runs as Python code"):
+            ask()
     with pytest.raises(ValueError, match="along axis 0"):
         tp.debug.cost(tp.pmap(torch.sin), torch.tensor(1.0))
 
@@ -241,8 +245,3 @@ def test_a_lowered_call_compiled(lowered):
         compiled(w, {"a": x.long()})
     with pytest.raises(TypeError, match="does not match the input pytree"):
         compiled(w, [x])
-
-
-def test_what_has_no_graph():
-    with pytest.raises(tp.TraceError, match="runs as Python code"):
-        tp.pmap(lambda x: x, compile=False).lower(torch.ones(4))

@@ -223,31 +223,12 @@ def test_poisson_is_the_inverse_of_the_distribution_function(mean):
     assert ((torch.special.gammaincc(count.clamp_min(1), rate) <= unit) | (count == 0)).all()
 
 
-def test_calls_and_draws_differ(mode):
-    torch.manual_seed(0)
-    f = tp.pmap(lambda x: torch.stack([torch.randn(3), torch.randn(3)]), compile=mode)
-    one, two = f(X).cpu(), f(X).cpu()
-    assert not torch.equal(one, two)
-    assert not torch.equal(one[:, 0], one[:, 1])
-    torch.manual_seed(0)
-    assert torch.equal(f(X).cpu(), one)
-    assert torch.equal(f(X).cpu(), two)
-
-
 def test_a_function_without_random_numbers_takes_none(mode):
     torch.manual_seed(0)
     expected = torch.rand(2)
     torch.manual_seed(0)
     tp.pmap(lambda x: F.dropout(x, 0.5, training=False) + F.dropout(x, 0.0), compile=mode)(X)
     assert torch.equal(torch.rand(2), expected)
-
-
-@pytest.mark.long
-def test_same_numbers_for_all(mode):
-    got = drawn(lambda x: torch.randn(3), mode, randomness="same")
-    assert torch.equal(got, got[:1].expand(4, 3))
-    lanes = drawn(lambda x: torch.randn(3), mode, torch.zeros(8), randomness="same")
-    assert torch.equal(lanes, got[:1].expand(8, 3))
 
 
 def test_refused(mode):
@@ -342,22 +323,6 @@ def test_inner_vmaps_say_whether_rows_differ(mode):
         drawn(lambda x: torch.func.vmap(lambda _: torch.rand(()))(x), mode, rows)
     nested = drawn(lambda x: tp.pmap(lambda _: torch.rand(()))(x), mode, rows)
     assert len(set(nested.flatten().tolist())) == 20
-
-
-def test_a_gradient_sees_the_numbers_of_its_call(mode):
-    f = tp.pmap(lambda x: (F.dropout(x, 0.5) ** 2).sum(), compile=mode)
-    x = X.repeat(1, 10).requires_grad_()
-    out = f(x)
-    out.sum().backward()
-    assert x.grad is not None
-    kept = x.grad != 0
-    assert 20 < int(kept.sum()) < 100
-    torch.testing.assert_close(x.grad, torch.where(kept, 8 * x.detach(), 0.0))
-    torch.testing.assert_close(
-        out.detach().cpu(), (torch.where(kept, 2 * x, 0.0) ** 2).sum(1).detach()
-    )
-    inside = drawn(lambda x: tp.grad(lambda v: F.dropout(v, 0.5).sum())(x), mode, X.repeat(1, 10))
-    assert set(inside.flatten().tolist()) == {0.0, 2.0}
 
 
 def test_vmap_from_outside_says_whether_rows_differ(mode):

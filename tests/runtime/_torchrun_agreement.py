@@ -48,16 +48,13 @@ def multiplied(rank: Rank) -> Any:
     return whole() * number(rank)
 
 
-def drawn(draw: Callable[[Any], Any]) -> Callable[[Rank], Any]:
-    def run(rank: Rank) -> Any:
-        state = torch.get_rng_state()
-        torch.manual_seed(rank)
-        try:
-            return draw(whole())
-        finally:
-            torch.set_rng_state(state)
-
-    return run
+def seeded(draw: Callable[[Any], Any], given: Any, seed: int = 5) -> Any:
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        return draw(given)
+    finally:
+        torch.set_rng_state(state)
 
 
 DIFFERENT: dict[str, Callable[[Rank], Any]] = {
@@ -76,8 +73,10 @@ DIFFERENT: dict[str, Callable[[Rank], Any]] = {
     "a_lerp": lambda rank: whole().lerp_(whole(), number(rank)),
     "a_learning_rate_of_sgd": lambda rank: stepped(rank, torch.optim.SGD),
     "a_learning_rate_of_adam": lambda rank: stepped(rank, torch.optim.AdamW),
-    "a_seed_in_place": drawn(lambda x: x.normal_()),
-    "a_seed_in_place_in_half": drawn(lambda x: x.bfloat16().uniform_()),
+    "a_seed_in_place": lambda rank: seeded(lambda x: x.normal_(), whole(), rank),
+    "a_seed_in_place_in_half": lambda rank: seeded(
+        lambda x: x.bfloat16().uniform_(), whole(), rank
+    ),
     "weights": lambda rank: tp.replicate(torch.full((2,), float(rank))),
     "a_view_of_local_rows": lambda rank: tp.global_view(
         tp.replicate(torch.full((2,), float(rank)), tp.local_devices())
@@ -96,27 +95,30 @@ for _name, _run in DIFFERENT.items():
     expect_error(ValueError, text)(_differ)
 
 
-@expect_error(ValueError, "x['a'] must be the same in all processes, but rank 1 has another shape "
-              "or dtype than rank 0: float32[2, 3], and not float32[1, 3]. All")  # fmt: skip
-def different_numbers_of_rows():
-    return tp.global_view({"a": torch.ones(1 + min(tp.process_index(), 1), 3), "b": None})
+OTHER_ROWS: dict[str, tuple[str, Callable[[bool], Any]]] = {
+    "numbers_of_rows": (
+        "x['a'] must be the same in all processes, but rank 1 has another shape or dtype than rank "
+        "0: float32[2, 3], and not float32[1, 3]. All",
+        lambda other: tp.global_view({"a": torch.ones(1 + other, 3), "b": None})),
+    "numbers_of_rows_on_the_devices": (
+        "x must be the same in all processes, but rank 1 has another shape or",
+        lambda other: tp.global_view(tp.replicate(torch.ones(1 + other), tp.local_devices()))),
+    "dtypes_of_rows": (
+        "another shape or dtype than rank 0: float64[1], and not float32[1]",
+        lambda other: tp.global_view(torch.ones(1, dtype=torch.float64 if other else None))),
+    "numbers_of_rows_of_a_batch": (
+        "batch must be the same in all processes",
+        lambda other: tp.shard_batch(torch.ones(8 if other else 4))),
+}  # fmt: skip
+"""The error, and what the processes do; all but the first are another one."""
 
+for _name, (_text, _other) in OTHER_ROWS.items():
 
-@expect_error(ValueError, "x must be the same in all processes, but rank 1 has another shape or")
-def different_numbers_of_rows_on_the_devices():
-    rows = torch.ones(1 + min(tp.process_index(), 1))
-    return tp.global_view(tp.replicate(rows, tp.local_devices()))
+    def _differ_in_rows(run: Any = _other) -> Any:
+        return run(tp.process_index() > 0)
 
-
-@expect_error(ValueError, "another shape or dtype than rank 0: float64[1], and not float32[1]")
-def different_dtypes_of_rows():
-    dtype = torch.float64 if tp.process_index() else torch.float32
-    return tp.global_view(torch.ones(1, dtype=dtype))
-
-
-@expect_error(ValueError, "batch must be the same in all processes")
-def different_numbers_of_rows_of_a_batch():
-    return tp.shard_batch(torch.ones(4 + 4 * min(tp.process_index(), 1)))
+    _differ_in_rows.__name__ = f"different_{_name}"
+    expect_error(ValueError, _text)(_differ_in_rows)
 
 
 @expect_same([3.0, 3.0])
@@ -316,15 +318,6 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def seeded(draw: Callable[[Any], Any], given: Any) -> Any:
-    state = torch.get_rng_state()
-    torch.manual_seed(5)
-    try:
-        return draw(given)
-    finally:
-        torch.set_rng_state(state)
-
-
 for _name, _draw in DRAWS.items():
 
     def _drawn(draw: Any = _draw) -> Any:
@@ -342,7 +335,7 @@ DIFFERENT_DRAWS = {name: DRAWS[name] for name in ("rand_like", "bernoulli", "nor
 for _name, _draw in DIFFERENT_DRAWS.items():
 
     def _differ_in_seeds(draw: Any = _draw) -> Any:
-        return drawn(lambda x: draw(x / 2))(tp.process_index())
+        return seeded(lambda x: draw(x / 2), whole(), tp.process_index())
 
     _differ_in_seeds.__name__ = f"different_by_seeds_of_{_name}"
     expect_error(ValueError, "must be the same in all processes")(_differ_in_seeds)

@@ -242,9 +242,6 @@ TRACED: dict[str, Any] = {
     "folded_rows_move_to_the_next_process": (
         expect_rows([7.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
         lambda: mapped(lambda x: tp.ppermute(x, AXIS, RING_OF_8))(mine(torch.arange(8.0)))),
-    "static_argument": (
-        expect_rows([2.0, 5.0, 8.0, 11.0]),
-        lambda: mapped(lambda n, x: x * n + 2, static_broadcasted_argnums=0)(3, mine())),
     "lowering_without_running": (  # JAX: test_global_axis_size_initial_style
         expect_same(["all_reduce"]),
         lambda: [each.name for each in mapped(_sum).lower(mine()).cost().collectives]),
@@ -361,15 +358,6 @@ def donated_argument():
     return [float(result[3]) - 12, float(result[0]), given.is_deleted()]
 
 
-@expect(lambda rank, count: {"a": (part(X, rank, count) + 1, None), "b": [torch.tensor(6.0)]})
-def trees():
-    def function(tree):
-        return {"a": (tree["x"] + 1, None), "b": [tp.psum(tree["x"], AXIS)]}
-
-    out_axes = {"a": (0, None), "b": None}
-    return mapped(function, out_axes=out_axes)({"x": mine()})
-
-
 @expect_rows([10.0, 11.0, 12.0, 13.0])
 def closed_over_value_that_changes():
     weight = torch.tensor(1.0)
@@ -387,13 +375,6 @@ def backward():
     x = mine().clone().requires_grad_()
     mapped(_sum_of_squares)(x).sum().backward()
     return x.grad
-
-
-@expect_rows([8.0, 8.0, 8.0, 8.0])
-def second_derivative():
-    function = mapped(_sum_of_squares)
-    gradient = torch.func.grad(lambda x: function(x).sum())
-    return torch.func.grad(lambda x: gradient(x).sum())(mine())
 
 
 @expect_same(torch.tensor(6.0))

@@ -139,21 +139,16 @@ def test_what_an_abort_may_have_cut_is_not_done(device, gate, communicates):
     assert [type(error) for _, _, error in device.failed] == [GroupLost] * communicates
 
 
-def test_an_assert_in_a_kernel_ends_the_device(device):
-    device.launch(raising(IndexError("index out of range in self")))
+@pytest.mark.parametrize("error", [IndexError("index out of range in self"), ValueError("late")])
+def test_an_assert_in_a_kernel_ends_the_device_and_an_error_of_the_function_does_not(device, error):
+    device.launch(raising(error))
     assert not device.completion.settle()
-    ((_, _, error),) = device.failed
-    assert not device.platform.recover(error)
-    with pytest.raises(IndexError):
-        device.launch(lambda _: [torch.ones(2)])
-    with pytest.raises(IndexError):
-        device.platform.synchronize()
-
-
-def test_an_error_of_the_function_does_not(device):
-    device.launch(raising(ValueError("late")))
-    device.completion.settle()
-    assert device.platform.recover(device.failed[0][2])
+    ((_, _, found),) = device.failed
+    assert device.platform.recover(found) is (type(error) is ValueError)
+    if type(error) is IndexError:
+        for use in (lambda: device.launch(lambda _: [torch.ones(2)]), device.platform.synchronize):
+            with pytest.raises(IndexError):
+                use()
 
 
 def test_memory_of_the_host_is_let_go_when_the_device_is_done(device):

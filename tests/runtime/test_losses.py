@@ -53,27 +53,20 @@ def test_what_an_incident_costs(events, completed, asked, error):
     assert losses.of_value(losses.era, 100, ALL) is None
 
 
-def test_a_value_is_lost_by_the_first_death_of_its_rank():
-    losses = Losses(DEVICES)
-    eras = []
-    for pid in (71, 72, 73):
-        eras.append(losses.era)
-        losses.note(Verdict((), (Exited(1, -9, pid),)), {1: 100})
-    for era, pid in zip(eras, (71, 72, 73), strict=True):
-        assert f"pid {pid}" in str(losses.of_value(era, 1, ALL))
-
-
-def test_a_failure_concerns_the_values_made_before_its_repair():
-    losses = Losses(DEVICES)
+def test_an_incident_concerns_the_values_made_before_its_repair():
+    """A value is lost by the first death of its rank."""
+    deaths, failures = Losses(DEVICES), Losses(DEVICES)
     eras = []
     for seq in (5, 10, 15):
-        eras.append(losses.era)
-        losses.note(verdict(failure(seq, f"of {seq}")), {})
-    for era, seq in zip(eras, (5, 10, 15), strict=True):
-        assert str(losses.of_value(era, seq, ALL)) == f"of {seq}"
-        assert losses.of_value(era, seq - 1, ALL) is None
-        assert str(losses.of_command(era, seq)) == f"of {seq}"
-        assert losses.of_command(era, seq + 1) is None
+        eras.append((deaths.era, failures.era, seq))
+        deaths.note(Verdict((), (Exited(1, -9, seq),)), {1: 100})
+        failures.note(verdict(failure(seq, f"of {seq}")), {})
+    for of_deaths, of_failures, seq in eras:
+        assert f"pid {seq}" in str(deaths.of_value(of_deaths, 1, ALL))
+        assert str(failures.of_value(of_failures, seq, ALL)) == f"of {seq}"
+        assert failures.of_value(of_failures, seq - 1, ALL) is None
+        assert str(failures.of_command(of_failures, seq)) == f"of {seq}"
+        assert failures.of_command(of_failures, seq + 1) is None
 
 
 def test_an_incident_is_forgotten_with_the_last_value_that_it_concerns():

@@ -1,5 +1,6 @@
-"""Covers: what a first user does, with one device.  ``make test-gpu`` runs it on a GPU, where the
-collectives are those of NCCL in a world of one; elsewhere the device is a CPU.
+"""Covers: what is different on one device.  ``make test-gpu`` runs it on a GPU, where the
+collectives are those of NCCL in a world of one; elsewhere the device is a CPU.  What devices do
+alike, the rest of the suite tests, there with workers that share the GPU.
 """
 
 import pytest
@@ -99,52 +100,6 @@ def test_dropout(pool, how):
     assert abs((y == 0).double().mean() - 0.5) < 0.01  # six standard deviations
 
 
-def test_keys_give_the_same_bits_everywhere(pool, how):
-    key = tp.random.key(7)
-    here = tp.random.bits(key, (4,))
-    there = tp.pmap(lambda k: tp.random.bits(k, (4,)), compile=how)(key[None])
-    assert there.cpu()[0].equal(here)
-
-
-def test_a_recurrent_layer(pool):
-    torch.manual_seed(0)
-    layer, x = torch.nn.LSTM(5, 3, batch_first=True), torch.randn(1, 2, 7, 5)
-    expected, (expected_hidden, _) = layer(x[0])
-    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
-
-    def forward(weights, x):
-        return torch.func.functional_call(layer, weights, (x,))
-
-    y, (hidden, _) = tp.pmap(forward, in_axes=(None, 0), compile=False)(weights, x)
-    assert_near(y[0], expected.detach())
-    assert_near(hidden[0], expected_hidden.detach())
-
-
-def test_closures_and_constants(pool, how):
-    table = torch.arange(6.0)
-
-    def f(x):
-        return x + table + torch.arange(6, device=x.device) + torch.ones_like(x)
-
-    assert tp.pmap(f, compile=how)(X).tolist() == (3 * X + 1).tolist()
-    table += 1  # it is sent again
-    assert tp.pmap(f, compile=how)(X).tolist() == (3 * X + 2).tolist()
-
-
-DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
-)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_come_and_go(pool, dtype, mode):
-    x = torch.tensor([[0.0, 1.0, 1.5, 96.0]]).to(dtype)
-    y = tp.pmap(lambda x: (x, x.to(torch.complex128).real), compile=mode)(x)
-    assert y[0].cpu().view(torch.uint8).equal(x.view(torch.uint8))
-    assert y[1].cpu().equal(x.to(torch.complex128).real)
-
-
 def test_autocast(pool, mode):
     torch.manual_seed(0)
     a, b = torch.randn(2, 1, 16, 16)
@@ -162,44 +117,6 @@ def test_a_large_value(pool, mode):
     x = torch.arange(1 << 24, dtype=torch.int32)[None]  # 64 MB
     y = tp.pmap(lambda x: x ^ 5, compile=mode)(x)
     assert y.cpu().equal(x ^ 5)
-
-
-def test_donation(pool, mode):
-    step = tp.pmap(lambda x: x + 1, donate_argnums=0, compile=mode)
-    first = y = tp.device_put(X)
-    for _ in range(5):
-        y = step(y)
-    assert y.tolist() == (X + 5).tolist()
-    assert first.is_deleted()
-    with pytest.raises(RuntimeError, match="its memory on the devices is gone"):
-        first.cpu()
-
-
-def test_waiting(pool):
-    y = tp.pmap(lambda x: x @ x.mT, compile=EAGER)(torch.ones(1, 512, 512))
-    assert y.block_until_ready().is_ready()
-    assert y[0, 0, 0] == 512
-
-
-def test_a_checkpoint(pool, tmp_path):
-    state = {"w": tp.pmap(lambda x: x * 3, compile=EAGER)(X), "step": 7}
-    tp.checkpoint.save(tmp_path / "saved", state)
-    loaded = tp.checkpoint.load(tmp_path / "saved", like=state)
-    assert loaded["w"].tolist() == (X * 3).tolist()
-    assert loaded["step"] == 7
-
-
-def test_an_exception_leaves_values_and_worker(pool, mode):
-    value = tp.device_put(X)
-
-    def f(x):
-        if x.shape[-1] == 3:
-            raise ValueError("three")
-        return x
-
-    with pytest.raises(ValueError, match="three"):
-        tp.pmap(f, compile=mode)(torch.ones(1, 3)).cpu()
-    assert value.tolist() == X.tolist()
 
 
 def test_no_memory_is_an_error_of_the_call_alone(pool):

@@ -16,9 +16,7 @@ from _support import (
     EAGER,
     beside,
     in_threads,
-    known_pids,
     live_tensors,
-    num_fds,
     rss_bytes,
     running_pool,
     stat,
@@ -34,37 +32,6 @@ pytestmark = pytest.mark.usefixtures("pool")
 
 
 # -- order and volume ------------------------------------------------------------------------------
-
-
-@TWO
-def test_thousand_unawaited_collectives(pool):
-    step = tp.pmap(lambda x: tp.psum(x, "i") / 2 + 1, "i", compile=EAGER)
-    x = torch.tensor([0.0, 2.0])
-    for _ in range(1000):
-        x = step(x)
-    assert x.tolist() == [1001.0, 1001.0]
-
-
-@pytest.mark.cpu_only("the workers' memory is not that of their processes")
-@TWO
-def test_resources_are_flat_over_20_000_calls(pool):
-    step = tp.pmap(lambda x: x + 1, compile=EAGER)
-    pids = [os.getpid(), *worker_pids(pool)]
-
-    def usage():
-        assert known_pids() == pids[1:]
-        return [(num_fds(pid), rss_bytes(pid)) for pid in pids]
-
-    x = torch.zeros(2)
-    for calls in range(1, 20_001):
-        x = step(x)
-        if calls == 4000:
-            assert x.tolist() == [4000, 4000]
-            before = usage()
-    assert x.tolist() == [20_000, 20_000]
-    for (fds, rss), (fds_before, rss_before) in zip(usage(), before, strict=True):
-        assert fds == fds_before
-        assert (rss - rss_before) / 16_000 < 64, "bytes per call"
 
 
 # -- what the workers hold -------------------------------------------------------------------------
@@ -84,16 +51,6 @@ def test_value_is_freed_with_its_last_reference(pool):
     assert team.released
     assert wait_for(lambda: not team.released, 3)
     assert wait_for(lambda: live_tensors(12345, pool) == before)
-
-
-@TWO
-def test_donated_value_is_freed(pool):
-    before = live_tensors(12345, pool)
-    x = tp.device_put_sharded([torch.zeros(12345)] * 2, tp.devices())
-    y = tp.pmap(lambda x: x + 1, donate_argnums=0, compile=EAGER)(x)
-    assert live_tensors(12345, pool) == [n + 1 for n in before]
-    assert x.is_deleted()
-    del y
 
 
 @TWO
@@ -219,11 +176,14 @@ def test_big_transfers_in_both_directions_at_once(pool):
 
 
 def test_calls_run_in_the_order_they_were_made():
-    append = tp.pmap(lambda x, k: x * 3 + k, in_axes=(0, None), compile=EAGER)
+    def step(x, k):
+        return x * 3 + k + tp.psum(x, "i")
+
+    append = tp.pmap(step, "i", in_axes=(0, None), compile=EAGER)
     x = expected = torch.arange(4)
-    for k in range(200):
+    for k in range(1000):
         x = append(x, torch.tensor(k % 5))
-        expected = expected * 3 + k % 5
+        expected = expected * 3 + k % 5 + expected.sum()
     assert torch.equal(x.cpu(), expected)
 
 
@@ -295,22 +255,6 @@ def test_init_with_other_devices_starts_a_new_pool():
     assert f(torch.zeros(4)).tolist() == [1, 1, 1, 1]
 
 
-def test_shutdown_is_idempotent_and_a_later_call_starts_a_new_pool():
-    f = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
-    old, pids = f(torch.ones(4)), worker_pids()
-    fds = num_fds()
-    tp.shutdown()
-    tp.shutdown()
-    assert wait_for(lambda: not any(map(stat, pids)))
-    assert num_fds() < fds
-    with pytest.raises(tp.RuntimeClosed):
-        old.cpu()
-    tp.init(4)
-    assert f(torch.ones(4)).tolist() == [4, 4, 4, 4]
-    assert not set(worker_pids()) & set(pids)
-    assert num_fds() == fds
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -334,12 +278,8 @@ def test_another_pool_is_there_when_a_call_has_been_traced():
     """Another thread has started it: the devices of the call are gone."""
     tp.init(4)
 
-    def restart():
-        tp.shutdown()
-        tp.init(2)
-
     def f(x):
-        with beside(restart):
+        with beside(lambda: (tp.shutdown(), tp.init(2))):
             return x + 1
 
     with pytest.raises(tp.RuntimeClosed, match="the pool of devices was shut down"):
@@ -367,25 +307,20 @@ def in_a_forked_child(function):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_forked_child_is_told_and_the_parent_goes_on():
     f = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
-    y = f(torch.ones(4))
+    y, x = f(torch.ones(4)), torch.ones(4)
     pids = worker_pids()
-
-    def reset():
-        tp.shutdown()
-        return tp.shutdown()
-
     uses = {
-        "call": lambda: f(torch.ones(4)),
-        "new function": lambda: tp.pmap(lambda x: x * 2, compile=EAGER)(torch.ones(4)),
-        "uncompiled": lambda: tp.pmap(lambda x: x * 2, compile=False)(torch.ones(4)),
+        "call": lambda: f(x),
+        "new function": lambda: tp.pmap(lambda x: x * 2, compile=EAGER)(x),
+        "uncompiled": lambda: tp.pmap(lambda x: x * 2, compile=False)(x),
         "old value": lambda: y.cpu(),
-        "place": lambda: tp.replicate(torch.ones(3)),
+        "place": lambda: tp.replicate(x),
     }
     for name, use in uses.items():
         status, answer = in_a_forked_child(use)
         assert status == 0
         assert answer.startswith("RuntimeClosed: this process was forked from the one that"), name
-    assert in_a_forked_child(reset) == (0, "None")
+    assert in_a_forked_child(lambda: tp.shutdown() or tp.shutdown()) == (0, "None")
     assert y.tolist() == [4, 4, 4, 4]
     assert f(y).tolist() == [16, 16, 16, 16]
     assert worker_pids() == pids

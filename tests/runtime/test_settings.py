@@ -77,15 +77,6 @@ def test_workers_are_forked_from_a_process_with_the_setting_warm():
         assert b"TORCHPMAP_WARM=1" in file.read().split(b"\0")
 
 
-def test_inline_applies_at_once_and_can_be_taken_back():
-    tp.init(2)
-    assert type(double(rows)) is tp.ShardedTensor
-    tp.config.runtime = "inline"
-    assert type(double(rows)) is torch.Tensor
-    tp.config.runtime = "local"
-    assert type(double(rows)) is tp.ShardedTensor
-
-
 def test_a_reset_is_no_assignment():
     tp.config.num_devices = 2
     assert double(rows).tolist() == [0, 2]

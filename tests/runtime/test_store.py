@@ -172,14 +172,11 @@ def test_what_is_packed_comes_back(value):
     assert types(found) == types(value)
 
 
-@pytest.mark.parametrize("value", [np.float16(2.5), np.int64(-3), np.bool_(True), np.complex64(1j)])
-def test_numpy_scalars_come_back(value):
-    found = unpacked(packed(value))
-    assert type(found) is type(value)
-    assert found == value
-
-
 def test_odd_numbers_come_back():
+    for value in (np.float16(2.5), np.int64(-3), np.bool_(True), np.complex64(1j)):
+        found = unpacked(packed(value))
+        assert type(found) is type(value)
+        assert found == value
     assert math.isnan(unpacked(packed(float("nan"))))
     assert unpacked(packed(10**5000)) == 10**5000
     assert unpacked(packed([-0.0, math.inf, -math.inf])) == [-0.0, math.inf, -math.inf]

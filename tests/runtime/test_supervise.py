@@ -108,38 +108,15 @@ TRANSITIONS = {
         [user(0, 7), Drained(0)], GivenUp(user(1, 5)), [Cancel(5, (0, 1, 2))], DRAINING),
     "interrupted when all have ended what they did": (
         [user(1), *EVERYONE], GivenUp(user(1, 5)), [], REBUILDING),
-    "a failure drains all": ([], user(1), CUT, DRAINING),
-    "a second failure changes nothing": ([user(1)], user(2), [], DRAINING),
-    "a death drains the others": ([], death(1), [Abort(0, (0, 2)), Drain((0, 2))], DRAINING),
-    "some drained": ([user(1), Drained(0)], Drained(1), [], DRAINING),
     "drained twice counts once": ([user(1), Drained(0), Drained(0)], Drained(0), [], DRAINING),
-    "all drained": ([user(1), Drained(0), Drained(2)], Drained(1), [Regroup(1)], REBUILDING),
-    "the dead need not drain": (
-        [death(1), Drained(0)], Drained(2), [Respawn((1,)), Regroup(1)], REBUILDING),
-    "a death while draining frees those that wait for it": (
-        [user(1)], death(2), [Abort(0, (0, 1))], DRAINING),
-    "the last one that was to drain dies": ([user(1), Drained(0), Drained(1)], death(2),
-        [Abort(0, (0, 1)), Respawn((2,)), Regroup(1)], REBUILDING),
-    "all ranks die": (
-        [death(0), death(1)], death(2), [Abort(0, ()), Respawn((0, 1, 2)), Regroup(1)], REBUILDING),
     "a death is noticed once": ([death(1)], death(1), [], DRAINING),
-    "ready of some": ([user(1), *EVERYONE], Ready(0, 1), [], REBUILDING),
     "ready of all": ([user(1, seq=7), *EVERYONE, Ready(0, 1), Ready(2, 1)], Ready(1, 1),
         [Announce(Verdict((user(1, seq=7),), ()))], HEALTHY),
-    "ready of an older epoch": (
-        [user(1), *EVERYONE, *ALL_READY, user(1), *EVERYONE, Ready(0, 2), Ready(1, 2)],
-        Ready(2, 1), [], REBUILDING),
     "ready while healthy": ([], Ready(0, 0), [], HEALTHY),
     "drained while healthy": ([], Drained(0), [], HEALTHY),
     "drained while rebuilding": ([user(1), *EVERYONE], Drained(0), [], REBUILDING),
-    "a failure while rebuilding drains again": ([user(1), *EVERYONE, Ready(1, 1)], communication(0),
-        [Abort(1, (0, 1, 2)), Drain((0, 1, 2))], DRAINING),
-    "a death while rebuilding drains again": (
-        [user(1), *EVERYONE, Ready(0, 1)], death(2), [Abort(1, (0, 1)), Drain((0, 1))], DRAINING),
     "who lingers in a poisoned call is cancelled": (
         [user(1, seq=7), Drained(0)], waited(1), [Cancel(7, (1, 2))], DRAINING),
-    "from the earliest failure on": (
-        [user(1, seq=7), communication(2, seq=5)], waited(1), [Cancel(5, (0, 1, 2))], DRAINING),
     "who lingers in a call that waits for a dead rank": (
         [death(1, doomed=9), Drained(0)], waited(1), [Cancel(9, (2,))], DRAINING),
     "who lingers in a call that a death does not concern goes on": (

@@ -109,13 +109,6 @@ def test_compiling_does_not_count():
     assert f(rows).tolist() == [1, 2]
 
 
-def test_call_within_its_limit():
-    for compile in (EAGER, False):
-        f = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=compile, timeout=60)
-        for _ in range(3):
-            assert f(rows).tolist() == [1, 1]
-
-
 def _double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 

@@ -9,8 +9,8 @@ from torchpmap._trace.trace import TracedInput, trace
 F32 = torch.float32
 
 
-def traced(body, *shapes, same=False, varying=True, size=4, device="cpu"):
-    """Trace a function of one tensor per shape that returns one tensor or a tuple of them."""
+def traced(body, *shapes, same=False, varying=True, size=4, device="cpu", group="g"):
+    """Trace a function of one tensor per shape that returns one tensor, or several."""
 
     held = tuple(range(size)) if varying else (0,) * size
 
@@ -19,7 +19,7 @@ def traced(body, *shapes, same=False, varying=True, size=4, device="cpu"):
             out = body(*inputs)
         return [
             Demand(block, (axis,) if same else ())
-            for block in (out if isinstance(out, tuple) else (out,))
+            for block in (out if isinstance(out, tuple | list) else (out,))
         ]
 
     return trace(
@@ -27,6 +27,6 @@ def traced(body, *shapes, same=False, varying=True, size=4, device="cpu"):
         [TracedInput(tuple(shape), F32, held) for shape in shapes],
         axis_name="i",
         axis_size=size,
-        group="g",
+        group=group,
         device=torch.device(device),
     )

@@ -9,7 +9,7 @@ import torch
 from _traced import F32, traced
 from torch._subclasses import fake_tensor
 
-from torchpmap._base.devices import CUDA
+from torchpmap._base.devices import CUDA, usable_cores
 from torchpmap._runtime.torchrun.identity import described
 from torchpmap._sharded.transfer import store_on
 from torchpmap._trace import compile as _compile
@@ -89,14 +89,10 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_tracing_initialises_no_device(untouchable, name):
-    made = definition(FUNCTIONS[name], "cuda:0")
-    assert all(value.device.type == "cpu" for value in made.graph.buffers())
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_constants_move_to_the_device_once(name):
+def test_constants_move_to_the_device_once(untouchable, name):
+    """... and tracing initialises no device."""
     graph = definition(FUNCTIONS[name], "cuda:0").graph
+    assert all(value.device.type == "cpu" for value in graph.buffers())
     place(graph, torch.device("meta"))
     assert not [n for n in graph.graph.nodes if n.kwargs.get("device") and "copy" in str(n.target)]
     assert all(value.device.type == "meta" for value in graph.buffers())
@@ -133,6 +129,7 @@ def test_no_cuda_graphs_on_accelerators(monkeypatch, mode, device):
     with pytest.raises(InterruptedError):
         _compile._inductor(made.graph, made.inputs, torch.device(device), made.backend)
     assert given["triton.cudagraphs"] is (device == "cpu")
+    assert given["compile_threads"] == min(8, usable_cores())
 
 
 @pytest.mark.parametrize(("dropout", "draws"), [(0.0, False), (0.5, True)])

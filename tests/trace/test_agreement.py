@@ -3,12 +3,11 @@
 import pickle
 import subprocess
 import sys
-import threading
 from contextvars import copy_context
 
 import pytest
 import torch
-from _support import eagerly
+from _support import eagerly, in_threads
 
 import torchpmap as tp
 from torchpmap._layout import axis_stack
@@ -259,20 +258,10 @@ def test_fingerprint_is_the_same_in_another_process():
 # -- threads ---------------------------------------------------------------------------------------
 
 
-def on_a_thread(x):
-    def failing():
-        try:
-            tp.psum(x, "i")
-        except RuntimeError as error:
-            errors.append(error)
-
-    errors = []
-    thread = threading.Thread(target=copy_context().run, args=(failing,))
-    thread.start()
-    thread.join()
-    raise errors[0]
-
-
 def test_collective_on_a_thread_of_the_functions(pool):
+    def on_a_thread(x):
+        context = copy_context()
+        return in_threads(1, lambda _: context.run(tp.psum, x, "i"))[0]
+
     with pytest.raises(RuntimeError, match="ran on a thread that the function has started"):
         eagerly(on_a_thread)(X)

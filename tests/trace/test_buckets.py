@@ -13,18 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from _support import EAGER
+from _traced import F32
+from _traced import traced as traced_of
 from hypothesis import given, settings
 
 import torchpmap as tp
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.platform import Accelerator, Platform
 from torchpmap._base.torch_groups import add_backend, make_gloo, register_group, unregister_group
-from torchpmap._layout.axis_stack import bind
 from torchpmap._trace import compile as _compile
-from torchpmap._trace.replication import Demand
-from torchpmap._trace.trace import TracedInput, trace
 
-F32 = torch.float32
 LAYERS, WIDTH, ROWS = 4, 8, 4
 WEIGHT_BYTES = WIDTH * WIDTH * 4
 GROUP = "alone"
@@ -58,21 +56,9 @@ def group():
     unregister_group(GROUP)
 
 
-def traced(function, *shapes, dtype=F32, device="cpu"):
+def traced(function, *shapes, **options):
     """The graph of a function of tensors that gives several."""
-
-    def body(blocks, axis):
-        with bind(axis):
-            return [Demand(block, ()) for block in function(*blocks)]
-
-    return trace(
-        body,
-        [TracedInput(tuple(shape), dtype, (0, 1)) for shape in shapes],
-        axis_name="i",
-        axis_size=2,
-        group=GROUP,
-        device=torch.device(device),
-    ).graph
+    return traced_of(function, *shapes, size=2, group=GROUP, **options).graph
 
 
 def loss(weights, x):
@@ -169,27 +155,39 @@ def test_buckets_are_filled_up_to_their_size(buckets, group, limit, expected):
     assert sizes(traced(step, *SHAPES), *examples()) == expected
 
 
-def test_a_large_tensor_goes_alone_and_without_a_copy(buckets, group):
-    buckets(300)
-    shapes = [(5,), (100,), (7,), ()]
-    graph = traced(lambda *xs: tp.psum([x * 2 for x in xs], "i"), *shapes)
-    assert sizes(graph, *examples(shapes)) == [5, 100, 8]
-    assert order(graph, ("cat",)) == ["cat"]
+def doubled(*xs):
+    return tp.psum([x * 2 for x in xs], "i")
+
+
+def twice(*xs):
+    return tp.psum(tp.psum(xs, "i"), "i")
+
+
+@pytest.mark.parametrize(
+    ("limit", "function", "shapes", "expected", "copies"),
+    [
+        (
+            300,
+            lambda *xs: tp.psum([x * 2 for x in xs], "i"),
+            [(5,), (100,), (7,), ()],
+            [5, 100, 8],
+            1,
+        ),
+        (1000, twice, [(10,), (20,)], [30, 30], 2),
+    ],
+    ids=["a large tensor goes alone and without a copy", "sums over several axes share messages"],
+)
+def test_messages(buckets, group, limit, function, shapes, expected, copies):
+    buckets(limit)
+    graph = traced(function, *shapes)
+    assert sizes(graph, *examples(shapes)) == expected
+    assert order(graph, ("cat",)) == ["cat"] * copies
 
 
 def test_extremes_are_one_message(buckets):
     buckets(64)
     graph = traced(lambda *xs: tp.pmax(list(xs), "i"), (40,), (50,))
     assert order(graph) == ["all_reduce", "wait_tensor"]
-
-
-def test_sums_over_several_axes_share_messages(buckets, group):
-    def twice(*xs):
-        return tp.psum(tp.psum(xs, "i"), "i")
-
-    buckets(1000)
-    graph = traced(twice, (10,), (20,))
-    assert sizes(graph, *examples([(10,), (20,)])) == [30, 30]
 
 
 def test_the_same_sums_one_by_one_go_in_the_same_buckets(buckets, group):
@@ -338,31 +336,6 @@ def test_every_dtype(both, dtype):
     flat, found = both(total, *given, limit=500)
     assert all(map(torch.equal, flat, found))
     assert [x.dtype for x in found] == [tp.psum([g], ()).pop().dtype for g in given]
-
-
-def test_gradients_of_gradients(both):
-    def second(*given):
-        *weights, x = given
-
-        def mean_loss(weights):
-            return tp.pmean(loss(weights, x), "i")
-
-        def size(weights):
-            gradients = tp.pmean(torch.func.grad(mean_loss)(weights), "i")
-            return sum(g.square().sum() for g in gradients)
-
-        return torch.func.grad(size)(tuple(weights))
-
-    weights, x = weights_and_rows(torch.float64)
-    flat, found = both(second, *weights, x, in_axes=AXES)
-    assert all(map(torch.equal, flat, found))
-
-    def alone(weights):
-        gradients = torch.func.grad(lambda w: loss(w, x.flatten(0, 1)))(weights)
-        return sum(g.square().sum() for g in gradients)
-
-    for got, expected in zip(found, torch.func.grad(alone)(tuple(weights)), strict=True):
-        torch.testing.assert_close(got.mean(0), expected)
 
 
 def test_derivatives_from_outside(both):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from _outside import ONES, check_follows
-from _spies import asked
 from _support import EAGER
 
 import torchpmap as tp
@@ -130,16 +129,6 @@ def test_values_that_python_reads(mode, read):
     w = torch.ones(3)
     f = tp.pmap(lambda x: x * READS[read](w), compile=mode)
     check_follows(f, lambda value: w.data.fill_(value), [2.0, 3.0, 1.0])
-
-
-def test_unchanged_tensors_are_sent_once_also_if_they_count_no_versions(monkeypatch):
-    w = inference_tensor(1.0)
-    f = tp.pmap(lambda x: x * w, compile=EAGER)
-    x = tp.device_put(ONES, tp.devices())
-    f(x)
-    calls = asked(monkeypatch)
-    f(x)
-    assert [name for name, _ in calls] == ["execute"]
 
 
 def test_the_comparison_can_be_switched_off(monkeypatch):

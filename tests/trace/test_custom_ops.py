@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from _launched import run_program
 from _support import COMPILED, EAGER, WAYS
 from torch import Tensor
 
@@ -249,10 +250,7 @@ for compile in ({"backend": "eager"}, False):
 def test_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    ran = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert ran.stdout.splitlines() == ["[4.0, 6.0]"] * 2, ran.stderr
+    assert run_program(str(script)).stdout.splitlines() == ["[4.0, 6.0]"] * 2
 
 
 def test_a_module_that_can_be_imported(mode):

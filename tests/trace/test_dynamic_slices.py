@@ -86,13 +86,20 @@ def test_several_dims_and_derivatives(transform):
     check_rows(transform(slices), M, I, J, expected=transform(reference))
 
 
-@pytest.mark.parametrize("in_dims", [(0, 0, 0), (None, 0, None), (0, None, 0), (None, None, 0)])
+def rows_of(in_dims, *stacks):
+    """What a vmap over these dims takes, and the four rows that it stands for."""
+    dims = list(zip(stacks, in_dims, strict=True))
+    rows = [[v[k] if dim == 0 else v[0] for v, dim in dims] for k in range(4)]
+    return [v if dim == 0 else v[0] for v, dim in dims], rows
+
+
+IN_DIMS = [(0, 0, 0), (None, 0, None), (0, None, 0), (None, None, 0)]
+
+
+@pytest.mark.parametrize("in_dims", IN_DIMS)
 def test_vmaps(in_dims):
-    given = [v if dim == 0 else v[0] for v, dim in zip((M, I, J), in_dims, strict=True)]
-    want = [
-        reference(*(v[k] if dim == 0 else v[0] for v, dim in zip((M, I, J), in_dims, strict=True)))
-        for k in range(4)
-    ]
+    given, rows = rows_of(in_dims, M, I, J)
+    want = [reference(*row) for row in rows]
     expected = [torch.stack(each) for each in zip(*want, strict=True)]
     plain = torch.func.vmap(slices, in_dims)
     for got in (
@@ -104,22 +111,14 @@ def test_vmaps(in_dims):
             torch.testing.assert_close(value, each)
 
 
-@pytest.mark.parametrize("in_dims", [(0, None, 0), (None, 0, None), (0, 0, 0), (None, None, 0)])
+@pytest.mark.parametrize("in_dims", IN_DIMS)
 def test_updates_of_rows(in_dims):
     updates = -torch.arange(1.0, 13.0).reshape(4, 3)
-    starts = torch.tensor([0, 2, 9, -3])
-    x = torch.stack([X + k for k in range(4)])
-
-    def f(x, update, start):
-        return tp.dynamic_update_slice(x, update, (start,))
-
-    values = [v if dim == 0 else v[0] for v, dim in zip((x, updates, starts), in_dims, strict=True)]
-    rows = [
-        [v[k] if dim == 0 else v[0] for v, dim in zip((x, updates, starts), in_dims, strict=True)]
-        for k in range(4)
-    ]
+    x, starts = torch.stack([X + k for k in range(4)]), torch.tensor([0, 2, 9, -3])
+    given, rows = rows_of(in_dims, x, updates, starts)
     want = [updated(a, {0: 0, 2: 2, 9: 7, -3: 7}[int(s)], u) for a, u, s in rows]
-    assert torch.equal(torch.func.vmap(f, in_dims)(*values), torch.stack(want))
+    f = torch.func.vmap(lambda x, u, start: tp.dynamic_update_slice(x, u, (start,)), in_dims)
+    assert torch.equal(f(*given), torch.stack(want))
 
 
 def test_in_a_loop():

@@ -1,6 +1,7 @@
 """Covers: _trace/environment.py: which changes outside a function are noticed."""
 
 import argparse
+import array
 import collections
 import functools
 import sys
@@ -170,6 +171,8 @@ def test_partials_methods_and_wrappers():
         (collections.UserList([1]), lambda v: v.append(2)),
         (weakref.ref(HELD), lambda v: HELD.append(2)),
         (memoryview(bytearray(3)), lambda v: v.__setitem__(0, 1)),
+        (memoryview(array.array("f", [1.0, 5.0])), lambda v: v.__setitem__(1, 2.0)),
+        (argparse.Namespace(inner=settings()), lambda v: setattr(v.inner, "settings", {"a": 2})),
         (torch.nn.Sequential(settings()), lambda v: v[0].settings.update(a=2)),
     ],
     ids=lambda given: None if callable(given) else type(given).__name__,
@@ -256,8 +259,18 @@ def test_attributes():
         def __getattr__(self, name):
             raise KeyError(name)
 
-    strict, w = Strict(), torch.ones(1)
+    class Table(dict):
+        __getattr__ = dict.__getitem__
+
+    class Derived(Strict):
+        rate = 1
+
+    strict, w, table, derived = Strict(), torch.ones(1), Table(a=1), Derived()
     strict.value = w.tag = 1
+    assert noticed(lambda: table.a, lambda: table.update(a=2))
+    assert noticed(lambda: Derived.rate, lambda: setattr(Derived, "rate", 2))
+    assert noticed(lambda: derived.rate, lambda: setattr(Derived, "rate", 3))
+    assert noticed(lambda: derived.rate, lambda: setattr(Strict, "rate", 4))
     assert noticed(lambda: strict.value, lambda: setattr(strict, "value", 2))
     assert noticed(lambda: strict.value, lambda: setattr(strict, "unset", 2))
     assert noticed(lambda r: r * w.tag, lambda: setattr(w, "tag", 2))

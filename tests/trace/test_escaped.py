@@ -123,11 +123,8 @@ def test_kept_by_a_module(rows):
     f(torch.ones(rows, 3))
     with pytest.raises(tp.TensorEscaped, match="function Keeps"):
         module.kept + 1
-
-
-def test_kept_by_a_module_in_lanes_of_this_process():
-    with tp.debug.fake_pmap():
-        tensor = leaked("result", 4)
+    with tp.debug.fake_pmap():  # in lanes of this process
+        tensor = leaked("result", rows)
         with pytest.raises(tp.TensorEscaped, match="escaped from the mapped function"):
             tensor + 1
 

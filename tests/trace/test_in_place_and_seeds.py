@@ -1,12 +1,11 @@
 """Covers: ``x.data =``, moves in memory, seeds, tensors of traced numbers, what is replaced."""
 
 import contextlib
-import threading
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from _support import EAGER, check_rows, in_another_thread
+from _support import EAGER, check_rows, in_another_thread, in_threads
 
 import torchpmap as tp
 from torchpmap._base.replaced import Replaced, Replacement
@@ -158,9 +157,7 @@ def test_another_thread_may_draw_while_a_function_is_traced():
     drawn = []
 
     def f(x):
-        thread = threading.Thread(target=lambda: drawn.append(torch.rand(2)))
-        thread.start()
-        thread.join()
+        drawn.extend(in_threads(1, lambda _: torch.rand(2)))
         return x + 1
 
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Covers: _trace/partition.py, _trace/compile.py: blocks have the strides that were traced.
 
-Expectations are those of torch.func.vmap, for the same function of a row.
+Expectations are those of torch.func.vmap, for the same function of a row.  Here are operations that
+mix up strides most, and those that tests/programs/fuzz.py does not draw.
 """
 
 import pytest
@@ -34,22 +35,12 @@ STEPS = {
         .transpose(1, 2)
         .reshape(x.shape)
     ),
-    "einsum": lambda x: torch.einsum("abc,cd->bda", x, SQUARE).permute(2, 0, 1),
-    "bmm": lambda x: torch.bmm(x, x.transpose(1, 2)).softmax(-1) @ x,
-    "matmul": lambda x: (x.transpose(0, 1) @ SQUARE).transpose(0, 1),
-    "convolution": lambda x: nnf.conv1d(x, KERNEL, padding=1).tanh(),
     "convolution of images": lambda x: nnf.conv2d(x[None], FILTER, padding=1)[0].sin(),
-    "transposed sine": lambda x: x.transpose(0, 2).sin().transpose(0, 2),
     "transposed reshape": lambda x: (
         x.transpose(0, 2).reshape(6, 4, 8).transpose(0, 1).contiguous().view(4, 6, 8)
     ),
-    "flip": lambda x: x.flip(1) * x,
-    "expand": lambda x: (x[:, :1].expand(4, 6, 8) * x).exp().clamp(max=4),
-    "slices": lambda x: torch.cat([x[..., ::2].cos(), x[..., 1::2] * x[..., ::2]], -1),
     "last": lambda x: x * x.sin()[:, -1:].cos(),
-    "unfold": lambda x: nnf.pad(x.unfold(-1, 3, 1).sum(-1).sin(), (1, 1)) * x,
     "as_strided": lambda x: x.sin().contiguous().as_strided((4, 6, 8), (1, 32, 4)) * x.cos(),
-    "layer norm": lambda x: nnf.layer_norm(x.transpose(0, 1), (8,)).transpose(0, 1),
     "batch norm": lambda x: (
         nnf.batch_norm(x.transpose(0, 2), None, None, training=True)
         .view(8, 24)
@@ -58,18 +49,8 @@ STEPS = {
         .reshape(6, 4, 8)
         .transpose(0, 1)
     ),
-    "running sum": lambda x: x.movedim(0, -1).cumsum(-1).movedim(-1, 0).sin(),
-    "chunks": lambda x: (lambda a, b: torch.cat([a * b, b.sin()], 1))(
-        *x.exp().clamp(max=2).chunk(2, 1)
-    ),
-    "unbind": lambda x: torch.stack([a * b for a, b in zip(x.unbind(0), x.flip(0), strict=True)]),
-    "linear": lambda x: nnf.linear(x.permute(2, 0, 1), SQUARE[:6, :6]).permute(1, 2, 0).relu() + x,
     "written in place": lambda x: x.clone().transpose(0, 1).mul_(2).transpose(0, 1).add_(x).sin(),
-    "complex": lambda x: (
-        torch.view_as_complex(x.contiguous().view(4, 6, 4, 2)).conj().abs().repeat(1, 1, 2) * x
-    ),
     "psum": lambda x: x * tp.psum(x.transpose(0, 1), "i").transpose(0, 1).sin(),
-    "all_gather": lambda x: x * tp.all_gather(x.transpose(0, 2), "i").sum(0).transpose(0, 2).cos(),
 }
 
 

@@ -463,14 +463,6 @@ def one_hot_in_a_gradient(x, i):
     return torch.func.grad(lambda y: (y * F.one_hot(i, 3)[:, None]).sum())(x)
 
 
-def test_one_hot_in_a_vmap():
-    def labels(x, i):
-        return torch.func.vmap(lambda label: F.one_hot(label, 3))(torch.stack([i, i + 1]))
-
-    same(labels, lambda x, i: F.one_hot(torch.stack([i, i + 1]), 3))
-    tp.pmap(labels, compile=EAGER, fullgraph=True)(X, I)
-
-
 def test_one_hot_wants_int64():
     with pytest.raises(RuntimeError, match=r"LongTensor|int64"):
         tp.pmap(one_hot_in_a_gradient, compile=EAGER)(X, I.int())

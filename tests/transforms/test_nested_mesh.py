@@ -323,13 +323,3 @@ def test_over_both_axes_one_message_is_sent():
     groups = nested(lambda x: tp.psum(x, "cols")).lower(torch.zeros(2, 4))._plan.groups
     assert ((0, 1, 2, 3), (4, 5, 6, 7)) in groups.values()
     assert len(groups) == 2  # that, and all devices
-
-
-def test_ragged():
-    operand = torch.tensor([[[1, 2, 2], [3, 4, 0]], [[5, 6, 6], [7, 8, 0]]])
-    output = torch.zeros(2, 2, 4, dtype=torch.int64)
-    table = [[[0, 1], [0, 1]], [[1, 2], [1, 1]], [[0, 0], [1, 2]], [[1, 1], [2, 1]]]
-    given = [torch.tensor(x).expand(2, 2, 2) for x in table]
-    f = nested(lambda *xs: tp.ragged_all_to_all(*xs, axis_name="cols"))
-    got = f(operand, output, *given)
-    assert got.tolist() == [[[1, 3, 0, 0], [2, 2, 4, 0]], [[5, 7, 0, 0], [6, 6, 8, 0]]]

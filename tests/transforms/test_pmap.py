@@ -49,10 +49,6 @@ def named(w, x, *, scale, shift=0.0):
     return w * x * scale + shift
 
 
-def all_kinds(a, /, b, *rest, c, d=2.0, **more):
-    return a + 10 * b + 100 * sum(rest) + 1000 * c * d + 10_000 * more["e"]
-
-
 def defaults(x, power=2, name="cube"):
     assert type(power) is int
     return x**power if name == "cube" else x
@@ -70,10 +66,6 @@ CALLS = {
     "in_axes by name, of all": (
         named, {"in_axes": {"x": 1, "scale": 1, "w": -1}},
         (given(ROWS.T, ROWS.T, scale=ROWS.T), ROWS**3)),
-    "all kinds of parameters": (
-        all_kinds, {},
-        (given(ONE, ONE * 2, ONE * 3, ONE * 4, e=ONE * 6, c=ONE * 5),
-         [1 + 20 + 700 + 10_000 + 60_000.0] * 4)),
     "defaults stay Python values": (defaults, {}, (given(X), X**2)),
     "statics by name": (
         chosen, {"static_broadcasted_argnames": ("kind", "offset")},
@@ -83,9 +75,6 @@ CALLS = {
         lambda op, x, n: op(x, n), {"static_broadcasted_argnums": (0, -1), "in_axes": 0},
         (given(operator.mul, ROWS, 3), ROWS * 3),
         (given(operator.add, ROWS, 3), ROWS + 3)),
-    "axis_size without mapped arguments": (
-        lambda x: x + tp.axis_index("i"), {"axis_name": "i", "in_axes": None, "axis_size": 2},
-        (given(10), [10, 11])),
     "the platform as backend": (lambda x: x + 1, {"backend": "cpu"}, (given(ONE * 0), [1.0] * 4)),
     "outputs of other layouts": (
         lambda x: (x.T, x.expand(2, 2, 3), x[:, ::2], x.to(torch.complex64).conj()), {},
@@ -100,33 +89,6 @@ def test_calls(mode, name):
     f = tp.pmap(function, compile=mode, **options)
     for (args, kwargs), expected in calls:
         same(f(*args, **kwargs), expected)
-
-
-@pytest.mark.parametrize(
-    ("tree", "in_axes", "get"),
-    [
-        (Point(ROWS, ROWS.T), Point(0, 1), lambda t: t.x + t.y),
-        (State(ROWS, ROWS.T), State(0, 1), lambda t: t.w + t.b),
-        (OrderedDict(b=ROWS, a=ROWS.T), OrderedDict(b=0, a=1), lambda t: t["a"] + t["b"]),
-        ([ROWS, (ROWS.T,)], [0, (1,)], lambda t: t[0] + t[1][0]),
-        ({"a": None, "b": ROWS}, {"a": 5, "b": 0}, lambda t: t["b"] * 2),
-        ({"a": None, "b": ROWS}, 0, lambda t: t["b"] * (2 if t["a"] is None else 3)),
-    ],
-    ids=["namedtuple", "dataclass", "OrderedDict", "nested", "None and an axis", "None"],
-)
-def test_in_axes_of_trees(mode, tree, in_axes, get):
-    same(tp.pmap(get, in_axes=(in_axes,), compile=mode)(tree), ROWS * 2)
-
-
-def test_out_axes_is_a_prefix(mode):
-    def f(x):
-        return {"a": (x, x + 1), "b": x.sum(), "c": None}
-
-    out = tp.pmap(f, out_axes={"a": 1, "b": 0, "c": 7}, compile=mode)(ROWS)
-    same(out["a"], (ROWS.T, ROWS.T + 1))
-    same(out["b"], ROWS.sum(1))
-    assert out["c"] is None
-    assert out["a"][0].sharding.spec == tp.P(None, "devices")
 
 
 @pytest.mark.parametrize("order", ["default", "reversed"])
@@ -182,11 +144,6 @@ def test_constants_and_numpy_outputs(mode):
     assert [value.dtype for value in out[:7]] == [getattr(torch, dtype) for dtype in dtypes]
     constants = (1, 2.0, True, 3j, 4.0, [0, 1])
     assert [value.tolist() for value in out[:6]] == [[each] * 4 for each in constants]
-
-
-@pytest.mark.parametrize("out", [None, (), {}, [None, ()]], ids=repr)
-def test_outputs_without_tensors(mode, out):
-    assert tp.pmap(lambda x: out, compile=mode)(torch.zeros(4)) == out
 
 
 def test_nested_outputs_keep_their_types(mode):
@@ -256,24 +213,20 @@ def test_compiled_by_inductor():
 DTYPES = [
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16"),
     *("float32", "float64", "complex64", "complex128"),
+    *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_numpy_dtypes_are_kept(mode, dtype):
-    array = np.array([[1, 0], [2, 3], [4, 5], [6, 7]]).astype(dtype)
-    out = tp.pmap(lambda x: x, compile=mode)(array)
-    assert out.dtype == getattr(torch, dtype)
-    assert out.numpy().dtype == array.dtype
-    np.testing.assert_array_equal(out, array)
-
-
-def test_torch_dtypes_are_kept(mode):
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
-        x = torch.tensor([0.5, 1.0, 2.0, 3.0]).to(dtype)
-        out = tp.pmap(lambda x: x, compile=mode)(x)
-        assert out.dtype == dtype
-        assert out.to_host().view(torch.uint8).tolist() == x.view(torch.uint8).tolist()
+def test_dtypes_are_kept(mode, dtype):
+    x = torch.tensor([[1.0, 0.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]).to(getattr(torch, dtype))
+    as_numpy = dtype != "bfloat16" and "float8" not in dtype
+    out = tp.pmap(lambda x: x, compile=mode)(x.numpy() if as_numpy else x)
+    assert out.dtype == x.dtype
+    assert out.to_host().view(torch.uint8).tolist() == x.view(torch.uint8).tolist()
+    if as_numpy:
+        assert out.numpy().dtype == x.numpy().dtype
+        np.testing.assert_array_equal(out, x.numpy())
 
 
 ARRAYS = {

@@ -13,7 +13,7 @@ import functools
 
 import pytest
 import torch
-from _support import EAGER, WAYS
+from _support import WAYS
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -301,11 +301,3 @@ def test_a_gradient_that_is_summed_already_is_not_reduced_unseen():
     # what varies is reduced as always
     own = tp.grad(lambda x, w: (w * x).sum())
     assert run(lambda w, x: tp.psum(own(x, w), "x"), "graph", W, X).item() == 8
-
-
-def test_derivatives_from_outside_of_a_map_without_the_check():
-    options = {"in_specs": SPECS, "out_specs": P(), "check_vma": False, "compile": EAGER}
-    options["mesh"] = tp.make_mesh((4,), ("x",))
-    call = tp.shard_map(lambda w, x: tp.psum(w * x, "x"), **options)
-    found = torch.func.grad(lambda w, x: call(w, x).sum(), (0, 1))(W, X)
-    torch.testing.assert_close(found, (X.sum(), W.expand(4)))

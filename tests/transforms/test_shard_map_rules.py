@@ -108,30 +108,22 @@ class Config:
 
 
 def test_rule_7_static_objects_are_live(mesh, mode):
+    traces = []
+
     def scale(config, sizes, tree, a):
+        traces.append(1)
         return a * config.factor * len(sizes) * tree["k"]
 
     call = mapped(scale, mesh, (None, None, None, XY), XY, compile=mode)
     config, sizes = Config(2.0), {1, 2}
-    assert call(config, sizes, {"k": 1}, X).tolist() == (4 * X).tolist()
+    for _ in range(3):
+        assert call(config, sizes, {"k": 1}, X).tolist() == (4 * X).tolist()
+    assert len(traces) == (mode is not False)
     config.factor = 3.0
     assert call(config, sizes, {"k": 1}, X).tolist() == (6 * X).tolist()
     sizes.add(3)
     assert call(config, sizes, {"k": 1}, X).tolist() == (9 * X).tolist()
     assert call(Config(4.0), sizes, {"k": torch.tensor(3.0)}, X).tolist() == (36 * X).tolist()
-
-
-def test_rule_7_static_objects_that_stay_are_traced_once(mesh):
-    traces = []
-
-    def scale(config, sizes, a):
-        traces.append(1)
-        return a * config.factor * len(sizes)
-
-    call = mapped(scale, mesh, (None, None, XY), XY)
-    config, sizes = Config(2.0), {1, 2}
-    assert [call(config, sizes, X)[0, 1].item() for _ in range(3)] == [4.0] * 3
-    assert len(traces) == 1
 
 
 def test_rule_7_specs_of_the_arguments(mesh):
@@ -293,17 +285,6 @@ def test_rule_21_without_the_check_the_first_counts(mesh, mode):
     assert copies == [first[:2], first[:2], first[2:], first[2:]]
     slope = torch.func.grad(lambda x: call(x).sum())(X)
     assert slope.tolist() == [[1, 1, 0, 0]] * 4
-
-
-def test_rule_21_uncompiled_values_and_collectives_are_compared(mesh):
-    with pytest.raises(ValueError, match=r"axis 'y' for the output.*differs between devices"):
-        mapped(lambda a: a, mesh, XY, P("x"), compile=False)(X).cpu()
-
-    def sum_somewhere(a):
-        return tp.psum(a, "x") if int(tp.axis_index("x")) == 0 else a
-
-    with pytest.raises(tp.CollectiveMismatch, match=r"rank 0: all_reduce sum.*psum\('x'\)"):
-        mapped(sum_somewhere, mesh, XY, XY, compile=False)(X).cpu()
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from _spies import Traces, asked, counted
-from _support import EAGER, in_another_thread
+from _support import EAGER
 
 import torchpmap as tp
 
@@ -96,10 +96,7 @@ def test_a_static_object_that_changes_before_its_derivative_is_traced():
     module.scale = 2.0
     f = tp.pmap(lambda x, m: x * m.scale, static_broadcasted_argnums=1, compile=False)
     x = X.clone().requires_grad_()
-    f(x, module).sum().backward()
-    assert x.grad.tolist() == [2.0] * 4
-    y = f(x, module)
-    (g,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+    (g,) = torch.autograd.grad((f(x, module) ** 2).sum(), x, create_graph=True)
     module.scale = 3.0
     with pytest.raises(RuntimeError, match="what the function reads from outside itself"):
         g.sum().backward()
@@ -158,24 +155,6 @@ def test_lowered_for_one_order_of_keys():
         compiled({"b": -X, "a": X})
 
 
-RATE = 2.0
-
-
-def test_a_global_that_a_thread_rebinds_during_the_trace(monkeypatch):
-    meanwhile, end = in_another_thread(lambda: monkeypatch.setitem(globals(), "RATE", 3.0))
-
-    @tp.pmap(compile=EAGER)
-    def f(x):
-        y = x * RATE
-        meanwhile()
-        return y
-
-    try:
-        assert [f(X).tolist() for _ in range(2)] == [(X * 3).tolist()] * 2
-    finally:
-        end()
-
-
 # Number of traces --------------------------------------------------------------------------------
 
 
@@ -197,23 +176,19 @@ TRACES = {  # the arguments, and the number of traces after each
 }
 
 
+def traces_of(f, traces, calls):
+    """The number of traces after each call."""
+    seen = []
+    for args, kwargs in calls:
+        f(*args, **kwargs)
+        seen.append(traces.n)
+    return seen
+
+
 @pytest.mark.parametrize(("calls", "expected"), TRACES.values(), ids=TRACES)
 def test_traces_per_argument(calls, expected):
-    f, traces = counted(lambda tree: tree)
-    seen = []
-    for call in calls:
-        f(call() if callable(call) else call)
-        seen.append(traces.n)
-    assert seen == expected
-
-
-def test_the_training_loop_is_traced_once():
-    step, traces = counted(lambda state, x: {"w": state["w"] + x.sum()})
-    state = {"w": X.numpy()}
-    for _ in range(4):
-        state = step(state, X)
-    assert state["w"].tolist() == [0.0, 5.0, 10.0, 15.0]
-    assert traces.n == 1
+    given = [((call() if callable(call) else call,), {}) for call in calls]
+    assert traces_of(*counted(lambda tree: tree), given) == expected
 
 
 def test_traces_per_call_form():
@@ -224,34 +199,28 @@ def test_traces_per_call_form():
         traces.note()
         return x - y
 
-    seen = []
-    for call in (
-        lambda: f(X, y=X, z=X),
-        lambda: f(X, z=X, y=X),  # the function does not see the order of keywords
-        lambda: f(X, X, X),
-        lambda: f(X),
-        lambda: f(X, y=X, z=X),
-    ):
-        call()
-        seen.append(traces.n)
-    assert seen == [1, 1, 2, 3, 3]
+    swapped = {"z": X, "y": X}  # the function does not see the order of keywords
+    calls = [((X,), {"y": X, "z": X}), ((X,), swapped), ((X, X, X), {})]
+    calls += [((X,), {}), ((X,), swapped)]
+    assert traces_of(f, traces, calls) == [1, 1, 2, 3, 3]
 
 
 def test_traces_per_scalar_type():
     f, traces = counted(lambda x, s: x * s, in_axes=(0, None))
-    seen = []
-    for s in (2.0, 3.0, 2, 5, True, np.float32(2), torch.tensor(2.0), 2j, 2.0):
-        f(X, s)
-        seen.append(traces.n)
-    assert seen == [1, 1, 2, 2, 3, 3, 3, 4, 4]
+    scalars = (2.0, 3.0, 2, 5, True, np.float32(2), torch.tensor(2.0), 2j, 2.0)
+    assert traces_of(f, traces, [((X, s), {}) for s in scalars]) == [1, 1, 2, 2, 3, 3, 3, 4, 4]
     assert f(X, 4.0).tolist() == (X * 4).tolist()
-
-
-def test_traces_per_static_value():
     g, traces = counted(lambda x, h: h(x), static_broadcasted_argnums=1)
-    for _ in range(2):
-        g(X, lambda x: x)
-    assert traces.n == 2
+    assert traces_of(g, traces, [((X, lambda x: x), {}) for _ in range(2)]) == [1, 2]
+
+
+def test_the_training_loop_is_traced_once():
+    step, traces = counted(lambda state, x: {"w": state["w"] + x.sum()})
+    state = {"w": X.numpy()}
+    for _ in range(4):
+        state = step(state, X)
+    assert state["w"].tolist() == [0.0, 5.0, 10.0, 15.0]
+    assert traces.n == 1
 
 
 def test_traces_per_ambient_setting():
@@ -290,19 +259,6 @@ def test_backward_inside(mode):
     for _ in range(2):  # and nothing is added up from call to call
         torch.testing.assert_close(g(X).cpu(), 2 * X[:, None] ** 2 * w.detach(), rtol=0, atol=0)
     assert w.grad.tolist() == [5.0, 5.0]
-
-
-def test_backward_inside_to_an_argument(mode):
-    def f(w, x):
-        w = w.detach().requires_grad_()
-        tp.pmean((w * x).sum(), "i").backward()
-        return w.grad
-
-    def g(w, x):
-        return tp.grad(lambda w: tp.pmean((w * x).sum(), "i"))(w)
-
-    found = [tp.pmap(h, "i", in_axes=(None, 0), compile=mode)(torch.ones(2), X) for h in (f, g)]
-    assert found[0].tolist() == found[1].tolist()
 
 
 # Donation ----------------------------------------------------------------------------------------
