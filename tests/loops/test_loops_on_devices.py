@@ -1,8 +1,10 @@
-"""Covers: loops and branches with collectives in them, on devices, what they draw and print."""
+"""Covers: loops and branches with collectives in them, on devices, what they draw and print.
+
+Their values are those of JAX's programs in ``programs/parity/loop_cases.json``.
+"""
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from _plain import GRAPH, PLAIN, check
@@ -15,28 +17,6 @@ pytestmark = pytest.mark.usefixtures("pool")
 
 A = torch.tensor([2.0, -1.0, 2.5, -0.5])
 RING = [(0, 1), (1, 2), (2, 3), (3, 0)]
-
-
-def averaging(x):
-    def step(c, t):
-        return tp.pmean(c, "i") * 0.5 + t * x, tp.psum(c, "i") - c
-
-    return tp.scan(step, x, np.arange(3, dtype="float32"))
-
-
-def averaged(rows):
-    carry, sums = rows, []
-    for t in range(3):
-        sums.append(carry.sum() - carry)
-        carry = carry.mean() * 0.5 + t * rows
-    return carry, torch.stack(sums, 1)
-
-
-@pytest.mark.parametrize("mode", [GRAPH, False, COMPILED])
-@pytest.mark.parametrize("num_rows", [4, 8])
-def test_collectives_in_a_scan(mode, num_rows):
-    rows = torch.linspace(-1, 2, num_rows)
-    check(tp.pmap(averaging, "i", compile=mode)(rows), averaged(rows))
 
 
 @pytest.mark.parametrize("mode", [GRAPH, COMPILED])
@@ -107,36 +87,6 @@ def test_gradient_inside_for_a_captured_parameter(mode):
     check(tp.pmap(inside, "i", compile=mode)(A), torch.stack(rows))
     tp.pmap(loss, "i", compile=mode)(A).sum().backward()
     check(w.grad, torch.stack(rows).sum(0))
-
-
-def power(x):
-    """Runs until a psum is small: as many steps on every device."""
-    return tp.while_loop(
-        lambda s: s[1] > 1e-3,
-        lambda s: (s[0] * 0.5, tp.psum(s[0] ** 2, "i")),
-        (x, tp.psum(x**2, "i")),
-    )
-
-
-def double(x):
-    return tp.while_loop(lambda s: s[0] < 20, lambda s: (s[0] * 2, s[1] + 1), (x, np.int32(0)))
-
-
-@pytest.mark.parametrize("mode", [GRAPH, False, COMPILED])
-@pytest.mark.parametrize("num_rows", [4, 8])
-def test_while(mode, num_rows):
-    rows = torch.linspace(1, 30, num_rows)
-    steps = torch.log2(20 / rows).ceil().clamp(0).int()
-    check(tp.pmap(double, "i", compile=mode)(rows), (rows * 2.0**steps, steps))
-    carry, total = rows, (rows**2).sum()
-    while total > 1e-3:
-        carry, total = carry * 0.5, (carry**2).sum()
-    check(tp.pmap(power, "i", compile=mode)(rows), (carry, total.expand(num_rows)))
-
-
-def test_devices_take_different_branches(mode):
-    f = tp.pmap(lambda x: tp.cond(x > 0, lambda: x * 2, lambda: -x), "i", compile=mode)
-    check(f(A), torch.where(A > 0, A * 2, -A))
 
 
 def draws(x):
@@ -278,6 +228,28 @@ def test_rows_of_a_vmap_take_different_ways(mode):
 
     found = tp.pmap(tp.vmap(program, axis_name="rows"), compile=mode)(A.reshape(4, 1))
     assert found.flatten().tolist() == [x + 12 if x > 1 else x + 1 for x in A.tolist()]
+
+
+def test_unroll_puts_the_steps_into_the_graph():
+    def nodes(unroll):
+        def program(xs):
+            return tp.scan(lambda c, x: (c * x, None), torch.ones(()), xs, unroll=unroll)[0]
+
+        lowered = tp.pmap(program, compile=GRAPH).lower(A[None])
+        return [str(node.target) for node in lowered.graph.graph.nodes]
+
+    assert "scan" in nodes(1)
+    assert "scan" not in nodes(True)
+
+
+def test_the_graph_does_not_grow_with_the_length():
+    def nodes(length):
+        def program(x):
+            return tp.scan(lambda c, _: (torch.sin(c), c), x, None, length=length)
+
+        return len(tp.pmap(program, compile=GRAPH).lower(torch.ones(1)).graph.graph.nodes)
+
+    assert nodes(10) == nodes(1000)
 
 
 @pytest.mark.parametrize(("length", "num_loops"), [(20, 0), (1001, 1)])
