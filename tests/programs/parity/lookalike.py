@@ -190,7 +190,7 @@ def maximum(x, y):
 
 SAME_NAME = [
     "sin", "cos", "tanh", "exp", "sqrt", "abs", "where", "cumsum", "zeros_like", "moveaxis",
-    "swapaxes", "broadcast_to", "tile", "reshape", "stack", "concatenate",
+    "swapaxes", "broadcast_to", "tile", "reshape", "stack", "concatenate", "linspace",
 ]  # fmt: skip
 DTYPES = [
     "int8", "int32", "bfloat16", "float32", "complex64",
