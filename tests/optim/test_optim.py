@@ -6,11 +6,19 @@ import pickle
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from _problems import (
+    NUM_STEPS,
+    assert_equal,
+    members,
+    problem,
+    run,
+    tensors,
+    tree_map,
+    with_torch,
+)
 from _support import EAGER
 
 import torchpmap as tp
-
-NUM_STEPS = 7  # RAdam changes its rule at the sixth
 
 CASES = [
     ("SGD", {"lr": 0.1}),
@@ -48,58 +56,8 @@ in_vmap = pytest.mark.parametrize(
 )
 
 
-def tree_map(function, *trees):
-    return pytree.tree_map(lambda *xs: None if xs[0] is None else function(*xs), *trees)
-
-
-def tensors(tree):
-    return [leaf for leaf in pytree.tree_leaves(tree) if leaf is not None]
-
-
-def problem(name, seed=0, dtype=torch.float32):
-    """Parameters of several ranks, with a None, and the gradients of a few steps."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=dtype)
-
-    params = {"w": normal(3, 4), "rest": [normal(4), normal(), None]}
-    if name == "Muon":
-        params = {"w": normal(3, 4), "rest": [normal(5, 2), None]}
-    grads = [tree_map(lambda x: normal(*x.shape), params) for _ in range(NUM_STEPS)]
-    return params, grads
-
-
-def with_torch(name, options, params, grads, lrs=None):
-    """What torch.optim, or another class, makes of the parameters; the optimizer."""
-    leaves = [leaf.clone() for leaf in tensors(params)]
-    kind = getattr(torch.optim, name) if isinstance(name, str) else name
-    optimizer = kind(leaves, **options)
-    for number, grad in enumerate(grads):
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] if lrs is None else lrs[number]
-        for leaf, g in zip(leaves, tensors(grad), strict=True):
-            leaf.grad = g.clone()
-        optimizer.step()
-    return leaves, optimizer
-
-
 def functional(name, options):
     return tp.optim.functional(getattr(torch.optim, name), **options)
-
-
-def run(init, update, params, grads):
-    state = init(params)
-    for grad in grads:
-        params, state = update(grad, state, params)
-    return params, state
-
-
-def assert_equal(params, expected, name=""):
-    # Muon rounds to bfloat16 in each of its five matrix products.
-    tolerance = {"rtol": 0, "atol": 0.03} if name == "Muon" else {"rtol": 1e-5, "atol": 2e-6}
-    for leaf, other in zip(tensors(params), expected, strict=True):
-        torch.testing.assert_close(leaf.cpu(), other, **tolerance)
 
 
 # The same numbers as torch.optim, in every mode ---------------------------------------------------
@@ -168,15 +126,10 @@ def test_with_inductor(pool, name):
 
 @in_vmap
 def test_ensemble(name, options):
-    members = [problem(name, seed) for seed in range(3)]
-    params = tree_map(lambda *xs: torch.stack(xs), *[params for params, _ in members])
-    grads = [
-        tree_map(lambda *xs: torch.stack(xs), *[grads[k] for _, grads in members])
-        for k in range(NUM_STEPS)
-    ]
+    params, grads, problems = members(name, 3)
     optimizer = functional(name, options)
     out, state = run(tp.vmap(optimizer.init), tp.vmap(optimizer.update), params, grads)
-    for k, (member, gradients) in enumerate(members):
+    for k, (member, gradients) in enumerate(problems):
         expected, _ = with_torch(name, options, member, gradients)
         assert_equal(tree_map(lambda x, k=k: x[k], out), expected, name)
     assert all(leaf.shape[0] == 3 for leaf in tensors(state))
@@ -196,17 +149,14 @@ def test_batched_gradients_of_shared_parameters(name, options):
 
 @pytest.mark.parametrize("pool", [2], indirect=True)
 def test_ensembles_on_devices(pool):
-    members = [problem("RAdam", seed) for seed in range(4)]
-
-    def grid(*xs):
-        return torch.stack(xs).unflatten(0, (2, 2))
-
-    params = tree_map(grid, *[params for params, _ in members])
-    grads = [tree_map(grid, *[grads[k] for _, grads in members]) for k in range(NUM_STEPS)]
+    stacked, gradients, problems = members("RAdam", 4)
+    params, *grads = (
+        tree_map(lambda x: x.unflatten(0, (2, 2)), tree) for tree in (stacked, *gradients)
+    )
     optimizer = functional("RAdam", {"lr": 0.1})
     init, update = (tp.pmap(tp.vmap(f), compile=EAGER) for f in (optimizer.init, optimizer.update))
     out, _ = run(init, update, params, grads)
-    for k, (member, gradients) in enumerate(members):
+    for k, (member, gradients) in enumerate(problems):
         expected, _ = with_torch("RAdam", {"lr": 0.1}, member, gradients)
         assert_equal(tree_map(lambda x, k=k: x[divmod(k, 2)], out), expected)
 
