@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from _plain import GRAPH, same_everywhere
-from torch.func import hessian, vmap
+from torch.func import vmap
 
 import torchpmap as tp
 
@@ -101,36 +101,3 @@ def test_branches_are_not_kept():
     del big
     gc.collect()
     assert reference() is None
-
-
-def test_strides_of_branches_may_differ():
-    def program(loops, x):
-        def f(x):
-            return loops.scan(
-                lambda c, r: (loops.cond(r > 0, lambda c: c * 2, lambda c: c + r, c), None),
-                x[0] * 1,
-                x,
-            )[0]
-
-        return hessian(f)(x), vmap(lambda x: loops.cond(True, lambda: x[:1], lambda: x), 1)(x[None])
-
-    same_everywhere(program, X)
-
-
-def test_what_no_branch_uses_has_no_gradient(mode):
-    """As in JAX: zeros would make NaN of what was computed from a NaN."""
-
-    def branches(x, p):
-        return tp.cond(p, lambda a, b: b * 2, lambda a, b: b * 0 + 1, (x * 0 - 1).sqrt(), x)
-
-    def steps(x, p):
-        rows = torch.log(x * torch.zeros(2) - 1)
-        return tp.scan(lambda c, t: (c * x, None), x, rows)[0]
-
-    x, p = torch.tensor([3.0, 2.0]), torch.tensor([False, True])
-    for function, first, second in (
-        (branches, [0.0, 2.0], [0.0, 0.0]),
-        (steps, (3 * x**2).tolist(), (6 * x).tolist()),
-    ):
-        assert tp.pmap(tp.grad(function), compile=mode)(x, p).tolist() == first
-        assert tp.pmap(torch.func.hessian(function), compile=mode)(x, p).tolist() == second
