@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from _changed import TREE, leaf, loaded, record, replaced_block
-from _values import Runs, same, sign, table_of
+from _values import TREE, Runs, leaf, loaded, record, replaced_block, same, sign, table_of
 
 import torchpmap as tp
 from torchpmap._base.data import packed
