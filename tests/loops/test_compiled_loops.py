@@ -6,7 +6,7 @@ Bodies of other orders in memory are in JAX's programs ``me_...`` of
 
 import pytest
 import torch
-from _plain import GRAPH, check, printed
+from _everywhere import GRAPH, check, printed
 from _support import COMPILED
 
 import torchpmap as tp

@@ -6,7 +6,7 @@ Other transforms, and what bodies close over, are in JAX's programs ``tr_...`` o
 
 import pytest
 import torch
-from _plain import check
+from _everywhere import check
 from torch.func import grad, hessian, jacfwd
 
 import torchpmap as tp
