@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from _fuzz_models import (
     HALVES,
-    KINDS,
     Env,
     Grid,
     Rows,
@@ -33,6 +32,7 @@ from _fuzz_models import (
     copied,
     count,
     cut,
+    derivative,
     joined,
     places,
     pulled,
@@ -378,7 +378,7 @@ class Reference:
             return found
 
         self._depth += 1
-        results = KINDS[step.kind](function, args, along, pull if typed else pulled)
+        results = derivative(step.kind, function, args, along, pull if typed else pulled)
         self._depth -= 1
         if self._depth == 0:
             results = [[row.detach() for row in rows] for rows in results]
