@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from _fuzz_collectives import Collectives
-from _fuzz_draft import Draft, is_of_kind
+from _fuzz_draft import Collectives, Draft, is_of_kind
 from _fuzz_models import Grid, Rows, count, cut, spread
 from _fuzz_operations import ASSOCIATIVE, WRITES
 from _fuzz_programs import Blocks, Body, Local, Loop, Spec, used
