@@ -110,6 +110,14 @@ def mostly_long(values: Iterable[Any], *quick: Any) -> list[Any]:
     return [value if value in quick else pytest.param(value, marks=long) for value in values]
 
 
+def entries(text: str) -> list[str]:
+    """What a table in a text says: ``;`` is between the entries of a line, ``#`` before remarks."""
+    lines = [line for line in text.splitlines() if not line.strip().startswith("#")]
+    found = [part.strip() for line in lines for part in line.split(";") if part.strip()]
+    assert len(found) == len(set(found))
+    return found
+
+
 def names_to_run(request: pytest.FixtureRequest, test: str) -> list[str]:
     """The ``name`` of every case of a test in this file that is to run, for a job that runs all."""
     items: list[Any] = [item for item in request.session.items if item.path == request.path]

@@ -67,7 +67,6 @@ LONGEST = (
     "test_branches.py",
     "test_timeouts.py",
     "test_collectives.py",
-    "test_indices_and_numbers.py",
     "test_jax_ported.py",
     "test_worker.py",
     "test_check_replicated.py",

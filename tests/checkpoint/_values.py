@@ -1,8 +1,9 @@
-"""What the tests of checkpoints save, and how they look at what is on disk."""
+"""What the tests of checkpoints save, how they look at what is on disk, and how they change it."""
 
 import json
 import os
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torchpmap as tp
+from torchpmap.checkpoint import load
 from torchpmap.checkpoint._files import _digest
 
 WHOLE = torch.arange(32.0).reshape(8, 4)
+TREE = {
+    "w": torch.arange(6.0).reshape(2, 3),
+    "many": [torch.ones(1), torch.zeros(0, 2), (torch.tensor(True), "text", 2.5, None)],
+    "array": torch.arange(3).numpy(),
+    "step": 7,
+}
+DCP_TREE = {"w": TREE["w"], "c": torch.tensor([1 + 2j]).conj(), "step": 7, "names": ["a", b"b"]}
 
 
 def mesh() -> tp.Mesh:
@@ -70,3 +79,26 @@ def sign(folder: Path, body: Any) -> None:
     """Write a table as if torchpmap had written it."""
     text = json.dumps({"digest": _digest(body), "checkpoint": body})
     (folder / "torchpmap.json").write_text(text)
+
+
+def loaded(folder: Path) -> Any:
+    with tp.debug.fake_pmap():
+        return load(folder)
+
+
+def leaf(body: Any, key: str = "w") -> Any:
+    return body["leaves"][key]
+
+
+def record(body: Any, key: str = "w") -> Any:
+    return leaf(body, key)["records"][0]
+
+
+def replaced_block(folder: Path, key: str, block: bytes) -> None:
+    """Put other bytes in the place of a block, with their checksum."""
+    body = table_of(folder)
+    (folder / "own.distcp").write_bytes(block)
+    body["files"]["own.distcp"] = len(block)
+    record(body, key).update(file="own.distcp", position=0, length=len(block))
+    record(body, key)["crc"] = zlib.crc32(block)
+    sign(folder, body)

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from _changed import DCP_TREE, TREE
-from _values import saved_by_torch
+from _values import DCP_TREE, TREE, saved_by_torch
 
 import torchpmap as tp
 from torchpmap.checkpoint import save

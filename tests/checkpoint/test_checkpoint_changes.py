@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _changed import DCP_TREE, TREE, loaded, record, replaced_block
-from _values import same, sign, table_of
+from _values import DCP_TREE, TREE, loaded, record, replaced_block, same, sign, table_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

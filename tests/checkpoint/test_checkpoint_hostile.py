@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from _changed import TREE, leaf, loaded, record, replaced_block
-from _values import Runs, same, sign, table_of
+from _values import TREE, Runs, leaf, loaded, record, replaced_block, same, sign, table_of
 
 import torchpmap as tp
 from torchpmap._base.data import packed
@@ -190,27 +189,20 @@ def test_a_name_that_leads_elsewhere(ours, name):
     passed_over(ours, "is not the name of a file in it|File name too long")
 
 
-def link(file: Path) -> None:
-    file.rename(file.parent.parent / "elsewhere")
-    file.symlink_to(file.parent.parent / "elsewhere")
+def instead(make: Any) -> Any:
+    """What is made in the place of a file."""
+    return lambda file: (file.unlink(), make(file))
 
 
-def pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
+OTHER_FILES = {
+    "link": lambda file: file.symlink_to(file.rename(file.parent.parent / "elsewhere")),
+    "pipe": instead(os.mkfifo),
+    "directory": instead(Path.mkdir),
+    "device": instead(lambda file: file.symlink_to("/dev/zero")),
+}
 
 
-def directory(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def device(file: Path) -> None:
-    file.unlink()
-    file.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("replace", [link, pipe, directory, device])
+@pytest.mark.parametrize("replace", OTHER_FILES.values(), ids=OTHER_FILES)
 @pytest.mark.parametrize(
     ("saved_by", "file"),
     [

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from _plain import GRAPH, check, same_everywhere
+from _everywhere import GRAPH, check, same_everywhere
 from torch import nn
 from torch.func import grad, jvp, vmap
 
@@ -13,7 +13,7 @@ X = torch.tensor([[2.0, -1.0, 2.5], [0.5, 20.0, -0.1]])
 
 
 def everywhere(program, x, expected):
-    same_everywhere(lambda _, x: program(x), x, expected=expected, fullgraph=False)
+    same_everywhere(program, x, expected=expected, fullgraph=False)
     with tp.debug.fake_pmap():
         check(tp.pmap(program, in_axes=None, out_axes=None, axis_size=1)(x), expected)
 

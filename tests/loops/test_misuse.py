@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from _plain import GRAPH
+from _everywhere import GRAPH
 from torch.func import grad, vmap
 
 import torchpmap as tp

@@ -1,14 +1,18 @@
-"""Covers: _loops/without_values.py: where kinds are needed and no step is, nothing happens."""
+"""Covers: _loops/without_values.py: where kinds are needed and no step is, nothing happens; what
+bodies read of views and of first numbers.
+"""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
-from _plain import GRAPH, printed
+from _everywhere import GRAPH, printed, same_everywhere
+from torch.utils._pytree import tree_map
 
 import torchpmap as tp
 
 ONE = torch.ones(1)
+X = torch.arange(24.0).reshape(2, 3, 4)  # a [3, 4] for each device
 
 
 def say(text, value):
@@ -72,3 +76,37 @@ def test_a_gradient_in_the_body_goes_to_no_parameter():
 
     assert tp.scan(step, 0.0, length=2)[0] == 2
     assert type(w.grad) is torch.Tensor
+
+
+@pytest.mark.usefixtures("pool")
+def test_a_body_reads_a_view_that_was_made_before_a_write(mode):
+    """Rows that share a device, too: there the view is a copy, which no body may bring up to
+    date.
+    """
+
+    def f(x, i):
+        v = x[i]
+        x.add_(1.0)
+        chosen = tp.cond(x.sum() > 0, lambda: v * 2, lambda: v)
+        done = tp.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, s[1] + v), (0, x[0]))
+        return chosen, done[1], tp.scan(lambda c, row: (c + v, row * v), x[0], x)
+
+    i = torch.tensor([1, 2])
+    v = torch.stack([X[0, 1], X[1, 2]]) + 1
+    first = X[:, 0] + 1
+    expected = (v * 2, first + 2 * v, (first + 3 * v, (X + 1) * v[:, None]))
+    torch.testing.assert_close(
+        tree_map(lambda y: y.cpu(), tp.pmap(f, compile=mode)(X, i)), expected
+    )
+    with tp.debug.fake_pmap():
+        torch.testing.assert_close(tp.pmap(f)(X, i), expected)
+
+
+def test_a_first_number_becomes_a_tensor_where_the_body_needs_one():
+    """The dtypes of first numbers are those of JAX: ``nu_...`` in ``parity/loop_cases.json``."""
+
+    def program(x):
+        return tp.scan(lambda c, _: (torch.sin(c) * x[0], c.shape[:0]), 1.0, x)
+
+    expected = [torch.tensor(1.0).sin().sin().sin()]
+    same_everywhere(program, torch.arange(1.0, 4), expected=expected)

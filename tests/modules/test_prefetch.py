@@ -4,7 +4,6 @@ import gc
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -12,7 +11,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from _launched import answers, launch
+from _launched import answers, launch, run_program
 from _support import EAGER, SCALE, wait_for
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -389,10 +388,8 @@ if {hangs}:
     ("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("tp.shutdown()", 0)]
 )
 def test_the_script_ends_in_the_middle_of_a_loop(hangs, end, code):
-    done = subprocess.run(
-        [sys.executable, "-c", EXIT.format(hangs=hangs, end=end)],
-        capture_output=True, text=True, timeout=60 * SCALE, check=False,
-    )  # fmt: skip
+    source = EXIT.format(hangs=hangs, end=end)
+    done = run_program("-c", source, fails=code != 0, limit_s=60 * SCALE)
     assert (done.returncode, done.stderr) == (code, "")
     first, *rest = done.stdout.splitlines()
     assert first == "[0.0, 0.0, 0.0, 0.0] [1.0, 1.0, 1.0, 1.0]"

@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from _problems import assert_equal, members, problem, run, tensors, tree_map, with_torch
 from _support import EAGER
 
 import torchpmap as tp
@@ -22,31 +23,19 @@ OPTIMIZERS = {
 each = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
-def problem(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal():
-        return {
-            "w": torch.randn(3, 2, generator=generator),
-            "b": [torch.randn((), generator=generator)],
-        }
-
-    return normal(), [normal() for _ in range(NUM_CALLS)]
+def means(grads):
+    """Of every three gradients, added up as a loop in torch adds them up."""
+    for start in range(0, len(grads) - EVERY + 1, EVERY):
+        mean = tree_map(lambda g: g / EVERY, grads[start])
+        for grad in grads[start + 1 : start + EVERY]:
+            mean = tree_map(lambda part, g: g / EVERY + part, mean, grad)
+        yield mean
 
 
-def with_torch(name, params, grads, lrs=None):
-    """The parameters after every call."""
-    leaves = [leaf.clone() for leaf in pytree.tree_leaves(params)]
-    optimizer = getattr(torch.optim, name)(leaves, **OPTIMIZERS[name])
-    for call in range(NUM_CALLS):
-        for p, grad in zip(leaves, pytree.tree_leaves(grads[call]), strict=True):
-            p.grad = grad / EVERY + (0 if p.grad is None else p.grad)
-        if call % EVERY == EVERY - 1:
-            if lrs is not None:
-                optimizer.param_groups[0]["lr"] = lrs[call]
-            optimizer.step()
-            optimizer.zero_grad()
-        yield [leaf.clone() for leaf in leaves]
+def expected_of(name, params, grads, lrs=None):
+    """The parameters after all calls."""
+    lrs = None if lrs is None else lrs[EVERY - 1 :: EVERY]
+    return with_torch(name, OPTIMIZERS[name], params, means(grads), lrs)[0]
 
 
 def accumulating(name):
@@ -56,13 +45,14 @@ def accumulating(name):
 
 @each
 def test_plain_tensors(name):
-    params, grads = problem()
+    first, grads = problem(name, num_steps=NUM_CALLS)
     optimizer = pickle.loads(pickle.dumps(accumulating(name)))
-    state = optimizer.init(params)
-    for grad, expected in zip(grads, with_torch(name, params, grads), strict=True):
+    params, state = first, optimizer.init(first)
+    for call, grad in enumerate(grads, 1):
         params, state = optimizer.update(grad, state, params)
-        assert [x.tolist() for x in pytree.tree_leaves(params)] == [x.tolist() for x in expected]
-    assert state["b"][0]["accumulated_calls"].item() == NUM_CALLS % EVERY
+        expected = expected_of(name, first, grads[:call])
+        assert [x.tolist() for x in tensors(params)] == [x.tolist() for x in expected]
+    assert state["rest"][0]["accumulated_calls"].item() == NUM_CALLS % EVERY
     rest = (grads[-2]["w"] + grads[-1]["w"]) / EVERY
     torch.testing.assert_close(state["w"]["accumulated_grad"], rest)
 
@@ -77,7 +67,7 @@ IN_MODES += [
 @pytest.mark.parametrize(("name", "compiled"), IN_MODES)
 @pytest.mark.parametrize("pool", [2], indirect=True)
 def test_one_program_for_all_calls(pool, name, compiled):
-    params, grads = problem()
+    first, grads = problem(name, num_steps=NUM_CALLS)
     optimizer = accumulating(name)
     traces = []
 
@@ -90,30 +80,21 @@ def test_one_program_for_all_calls(pool, name, compiled):
         donate_argnums=(1, 2),
     )  # fmt: skip
     lrs = [0.1 * 0.9**call for call in range(NUM_CALLS)]
-    state = optimizer.init(params)
-    for grad, lr, expected in zip(grads, lrs, with_torch(name, params, grads, lrs), strict=True):
-        rows = pytree.tree_map(lambda g: torch.stack([0.5 * g, 1.5 * g]), grad)
-        params, state = train(rows, state, params, lr)
-        for mine, theirs in zip(pytree.tree_leaves(params), expected, strict=True):
-            torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-5, atol=2e-6)
+    params, state = first, optimizer.init(first)
+    for call, grad in enumerate(grads):
+        rows = tree_map(lambda g: torch.stack([0.5 * g, 1.5 * g]), grad)
+        params, state = train(rows, state, params, lrs[call])
+        assert_equal(params, expected_of(name, first, grads[: call + 1], lrs))
     assert compiled is False or len(traces) == 1
 
 
 @each
 def test_ensemble(name):
-    members = [problem(seed) for seed in range(2)]
-    params, *grads = (
-        pytree.tree_map(lambda *xs: torch.stack(xs), *trees)
-        for trees in zip(*([params, *grads] for params, grads in members), strict=True)
-    )
+    params, grads, problems = members(name, 2, num_steps=NUM_CALLS)
     optimizer = accumulating(name)
-    state = tp.vmap(optimizer.init)(params)
-    for grad in grads:
-        params, state = tp.vmap(optimizer.update)(grad, state, params)
-    for k, (member, gradients) in enumerate(members):
-        *_, expected = with_torch(name, member, gradients)
-        for mine, theirs in zip(pytree.tree_leaves(params), expected, strict=True):
-            torch.testing.assert_close(mine[k], theirs, rtol=1e-5, atol=2e-6)
+    out, _ = run(tp.vmap(optimizer.init), tp.vmap(optimizer.update), params, grads)
+    for k, (member, gradients) in enumerate(problems):
+        assert_equal(tree_map(lambda x, k=k: x[k], out), expected_of(name, member, gradients))
 
 
 def test_parameters_without_gradient_do_not_change():
@@ -143,22 +124,10 @@ def test_dtypes_are_kept(dtype):
 # What is left over --------------------------------------------------------------------------------
 
 
-def flushed_with_torch(name, params, grads):
-    """The parameters after the calls and a step with the mean of the gradients that are left."""
-    leaves = [leaf.clone() for leaf in pytree.tree_leaves(params)]
-    optimizer = getattr(torch.optim, name)(leaves, **OPTIMIZERS[name])
-    for start in range(0, NUM_CALLS, EVERY):
-        group = [pytree.tree_leaves(tree) for tree in grads[start : start + EVERY]]
-        for p, *parts in zip(leaves, *group, strict=True):
-            p.grad = torch.stack(parts).mean(0)
-        optimizer.step()
-    return leaves
-
-
 @pytest.mark.parametrize("mapped", [False, True])
 @each
 def test_flush_steps_with_the_mean_of_what_is_left(name, mapped):
-    params, grads = problem()
+    params, grads = problem(name, num_steps=NUM_CALLS)
     optimizer = accumulating(name)
     update, flush = optimizer.update, optimizer.flush
     if mapped:
@@ -168,13 +137,12 @@ def test_flush_steps_with_the_mean_of_what_is_left(name, mapped):
         )
         flush = tp.pmap(lambda s, p, _: optimizer.flush(s, p), in_axes=(None, None, 0), **options)
     rows = (torch.zeros(2),) if mapped else ()
-    expected = flushed_with_torch(name, params, grads)
-    state = optimizer.init(params)
-    for grad in grads:
-        params, state = update(grad, state, params, *rows)
+    last = tree_map(lambda *left: torch.stack(left).mean(0), *grads[-2:])
+    expected, _ = with_torch(name, OPTIMIZERS[name], params, [*means(grads), last])
+    params, state = run(optimizer.init, lambda *args: update(*args, *rows), params, grads)
     for _ in range(2):  # the second time there is nothing left
         params, state = flush(state, params, *rows)
-        for mine, theirs in zip(pytree.tree_leaves(params), expected, strict=True):
+        for mine, theirs in zip(tensors(params), expected, strict=True):
             torch.testing.assert_close(mine.cpu(), theirs)
         assert {int(state[k]["accumulated_calls"]) for k in ("w",)} == {0}
 

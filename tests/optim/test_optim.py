@@ -5,12 +5,19 @@ import pickle
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
+from _problems import (
+    NUM_STEPS,
+    assert_equal,
+    members,
+    problem,
+    run,
+    tensors,
+    tree_map,
+    with_torch,
+)
 from _support import EAGER
 
 import torchpmap as tp
-
-NUM_STEPS = 7  # RAdam changes its rule at the sixth
 
 CASES = [
     ("SGD", {"lr": 0.1}),
@@ -48,58 +55,8 @@ in_vmap = pytest.mark.parametrize(
 )
 
 
-def tree_map(function, *trees):
-    return pytree.tree_map(lambda *xs: None if xs[0] is None else function(*xs), *trees)
-
-
-def tensors(tree):
-    return [leaf for leaf in pytree.tree_leaves(tree) if leaf is not None]
-
-
-def problem(name, seed=0, dtype=torch.float32):
-    """Parameters of several ranks, with a None, and the gradients of a few steps."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=dtype)
-
-    params = {"w": normal(3, 4), "rest": [normal(4), normal(), None]}
-    if name == "Muon":
-        params = {"w": normal(3, 4), "rest": [normal(5, 2), None]}
-    grads = [tree_map(lambda x: normal(*x.shape), params) for _ in range(NUM_STEPS)]
-    return params, grads
-
-
-def with_torch(name, options, params, grads, lrs=None):
-    """What torch.optim, or another class, makes of the parameters; the optimizer."""
-    leaves = [leaf.clone() for leaf in tensors(params)]
-    kind = getattr(torch.optim, name) if isinstance(name, str) else name
-    optimizer = kind(leaves, **options)
-    for number, grad in enumerate(grads):
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] if lrs is None else lrs[number]
-        for leaf, g in zip(leaves, tensors(grad), strict=True):
-            leaf.grad = g.clone()
-        optimizer.step()
-    return leaves, optimizer
-
-
 def functional(name, options):
     return tp.optim.functional(getattr(torch.optim, name), **options)
-
-
-def run(init, update, params, grads):
-    state = init(params)
-    for grad in grads:
-        params, state = update(grad, state, params)
-    return params, state
-
-
-def assert_equal(params, expected, name=""):
-    # Muon rounds to bfloat16 in each of its five matrix products.
-    tolerance = {"rtol": 0, "atol": 0.03} if name == "Muon" else {"rtol": 1e-5, "atol": 2e-6}
-    for leaf, other in zip(tensors(params), expected, strict=True):
-        torch.testing.assert_close(leaf.cpu(), other, **tolerance)
 
 
 # The same numbers as torch.optim, in every mode ---------------------------------------------------
@@ -168,15 +125,10 @@ def test_with_inductor(pool, name):
 
 @in_vmap
 def test_ensemble(name, options):
-    members = [problem(name, seed) for seed in range(3)]
-    params = tree_map(lambda *xs: torch.stack(xs), *[params for params, _ in members])
-    grads = [
-        tree_map(lambda *xs: torch.stack(xs), *[grads[k] for _, grads in members])
-        for k in range(NUM_STEPS)
-    ]
+    params, grads, problems = members(name, 3)
     optimizer = functional(name, options)
     out, state = run(tp.vmap(optimizer.init), tp.vmap(optimizer.update), params, grads)
-    for k, (member, gradients) in enumerate(members):
+    for k, (member, gradients) in enumerate(problems):
         expected, _ = with_torch(name, options, member, gradients)
         assert_equal(tree_map(lambda x, k=k: x[k], out), expected, name)
     assert all(leaf.shape[0] == 3 for leaf in tensors(state))
@@ -196,17 +148,14 @@ def test_batched_gradients_of_shared_parameters(name, options):
 
 @pytest.mark.parametrize("pool", [2], indirect=True)
 def test_ensembles_on_devices(pool):
-    members = [problem("RAdam", seed) for seed in range(4)]
-
-    def grid(*xs):
-        return torch.stack(xs).unflatten(0, (2, 2))
-
-    params = tree_map(grid, *[params for params, _ in members])
-    grads = [tree_map(grid, *[grads[k] for _, grads in members]) for k in range(NUM_STEPS)]
+    stacked, gradients, problems = members("RAdam", 4)
+    params, *grads = (
+        tree_map(lambda x: x.unflatten(0, (2, 2)), tree) for tree in (stacked, *gradients)
+    )
     optimizer = functional("RAdam", {"lr": 0.1})
     init, update = (tp.pmap(tp.vmap(f), compile=EAGER) for f in (optimizer.init, optimizer.update))
     out, _ = run(init, update, params, grads)
-    for k, (member, gradients) in enumerate(members):
+    for k, (member, gradients) in enumerate(problems):
         expected, _ = with_torch("RAdam", {"lr": 0.1}, member, gradients)
         assert_equal(tree_map(lambda x, k=k: x[divmod(k, 2)], out), expected)
 
@@ -252,23 +201,6 @@ def test_dtypes(name, dtype):
 
 
 # Hyperparameters ----------------------------------------------------------------------------------
-
-
-def test_schedule_is_torchs():
-    params, grads = problem("AdamW")
-    leaves = [leaf.clone() for leaf in tensors(params)]
-    theirs = torch.optim.AdamW(leaves, lr=0.1)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(theirs, NUM_STEPS)
-    optimizer = functional("AdamW", {"lr": 1e9})
-    state = optimizer.init(params)
-    for grad in grads:
-        (lr,) = scheduler.get_last_lr()
-        params, state = optimizer.update(grad, state, params, lr=lr)
-        for leaf, g in zip(leaves, tensors(grad), strict=True):
-            leaf.grad = g
-        theirs.step()
-        scheduler.step()
-    assert [t.tolist() for t in tensors(params)] == [t.tolist() for t in leaves]
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Adadelta", "RMSprop", "Adagrad"])
@@ -326,32 +258,25 @@ def test_what_the_function_closes_over_is_never_stale(pool):
 
 def test_update_in_a_loop(pool):
     """torch names each update for its profiler, by operations of a namespace of its own."""
-    optimizer = tp.optim.functional(torch.optim.Adam, lr=0.1)
+    optimizer = functional("Adam", {"lr": 0.1})
+    start, x = torch.ones(2), torch.arange(8.0).reshape(4, 2)
 
-    def train(w, x, step):
-        def body(carry, _):
+    def train(x):
+        def step(carry, _):
             w, state = carry
             return optimizer.update(tp.pmean(w - x, "i"), state, w), w.sum()
 
-        return step(body, (w, optimizer.init(w)))
+        (w, _), sums = tp.scan(step, (start, optimizer.init(start)), None, length=3)
+        return w, sums
 
-    def scan(body, start):
-        return tp.scan(body, start, None, length=3)
-
-    def unrolled(body, start):
-        sums = []
-        for _ in range(3):
-            start, total = body(start, None)
-            sums.append(total)
-        return start, torch.stack(sums)
-
-    x = torch.arange(8.0).reshape(4, 2)
-    results = [
-        tp.pmap(lambda x, step=step: train(torch.ones(2), x, step), "i", compile=EAGER)(x)
-        for step in (scan, unrolled)
-    ]
-    for found, wanted in zip(*map(pytree.tree_leaves, results), strict=True):
-        torch.testing.assert_close(found.cpu(), wanted.cpu())
+    found = tp.pmap(train, "i", out_axes=None, compile=EAGER)(x)
+    w = start.clone()
+    theirs, sums = torch.optim.Adam([w], lr=0.1), []
+    for _ in range(3):
+        sums.append(w.sum())
+        w.grad = w - x.mean(0)
+        theirs.step()
+    assert_equal(found, [w, torch.stack(sums)])
 
 
 def test_state_before_the_first_step():

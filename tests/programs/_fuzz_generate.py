@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from _fuzz_blocks import LARGE, MOST_ROWS, Shards
 from _fuzz_draft import DEVICES, Draft, is_of_kind
+from _fuzz_loops import LARGE, MOST_ROWS, Shards
+from _fuzz_models import Grid, count, taken
 from _fuzz_operations import SCALARS, STATE, STATICS, Family
 from _fuzz_programs import Blocks, Body, Derivative, Local, Map, Program, bodies, used
-from _fuzz_reference import Grid, count, made, quiet
-from _fuzz_rows import taken
-from _fuzz_verdict import Expected, expectation
+from _fuzz_reference import Expected, expectation, made, quiet
 
 AROUND = ("torch_grad", "grad", "value_and_grad", "vjp", "jvp", "jacrev", "jacfwd", "hessian")
 DONATES = "donate_argnums=0"

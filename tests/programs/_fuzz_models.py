@@ -1,12 +1,17 @@
-"""What collectives and derivatives are, on lists with one tensor per row, in plain torch."""
+"""Values as lists with one tensor per row, in plain torch: cut, shared and put together again, and
+what derivatives and collectives are.
+"""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from _fuzz_programs import Collective, Map, Spec
 
 Rows = list[Any]
+Env = dict[str, Rows]
 Grid = tuple[tuple[str | None, int], ...]
 Function = Callable[[list[Rows]], Rows]
 """Of the rows of some arguments: the rows of one result."""
@@ -32,6 +37,79 @@ def companions(grid: Grid, chosen: Sequence[int]) -> list[list[int]]:
     numbers = torch.arange(count(grid)).reshape([size for _, size in grid])
     team = math.prod(grid[k][1] for k in chosen)
     return numbers.permute([*others, *chosen]).reshape(-1, team).tolist()
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def spread(rows: Rows, grid: Grid) -> Rows:
+    """Rows of a value from outside: all rows within one of its own share it."""
+    total = count(grid)
+    return rows if len(rows) == total else [rows[k * len(rows) // total] for k in range(total)]
+
+
+def taken(rows: Rows, axis: int | None, size: int, grid: Grid) -> Rows:
+    """What a mapped function gets in each row."""
+    return [
+        (row if axis is None else row.select(axis, k)).clone()
+        for row in spread(rows, grid)
+        for k in range(size)
+    ]
+
+
+def axis_size(step: Map, args: Sequence[torch.Tensor]) -> int:
+    """The size of a mapped axis: that of all mapped dims."""
+    sizes = {x.shape[a] for x, a in zip(args, step.in_axes, strict=True) if a is not None}
+    sizes |= set() if step.size is None else {step.size}
+    if len(sizes) != 1 or sizes == {0}:
+        raise ValueError(f"the mapped axis has sizes {sizes}")
+    return sizes.pop()
+
+
+def cut(rows: Rows, spec: Spec, mesh: Grid) -> Rows:
+    """The block of each device of a mesh, for every row."""
+    return [
+        _block(row, spec, dict(zip(dict(mesh), place, strict=True)), dict(mesh)).clone()
+        for row in rows
+        for place in itertools.product(*(range(size) for _, size in mesh))
+    ]
+
+
+def _block(x: torch.Tensor, spec: Spec, place: dict[Any, int], sizes: dict[Any, int]) -> Any:
+    for dim, axes in enumerate(spec):
+        pieces, number = math.prod(sizes[axis] for axis in axes), 0
+        for axis in axes:
+            number = number * sizes[axis] + place[axis]
+        if x.shape[dim] % pieces:
+            raise ValueError(f"dim {dim} of {tuple(x.shape)} is not cut into {pieces}")
+        each = x.shape[dim] // pieces
+        x = x.narrow(dim, number * each, each)
+    return x
+
+
+def joined(blocks: Rows, spec: Spec, mesh: Grid) -> torch.Tensor:
+    """The whole of which the blocks are parts; copies along the axes that cut nothing."""
+    axes = [axis for entry in spec for axis in entry]
+    unnamed = [k for k, (name, _) in enumerate(mesh) if name not in axes]
+    pieces = {}
+    for team in companions(mesh, unnamed):
+        pieces[team[0]] = copied([blocks[k] for k in team])
+    numbers = list(itertools.product(*(range(size) for _, size in mesh)))
+    order = [places(mesh, [axis])[0] for axis in axes]
+    ordered = [pieces[k] for k in sorted(pieces, key=lambda k: [numbers[k][a] for a in order])]
+    sizes = dict(mesh)
+    for dim in reversed(range(len(spec))):
+        number = math.prod(sizes[axis] for axis in spec[dim])
+        ordered = [torch.cat(ordered[k : k + number], dim) for k in range(0, len(ordered), number)]
+    return ordered[0]
+
+
+def copied(rows: Rows) -> torch.Tensor:
+    """A value that is equal in all rows; its cotangent goes to all in equal parts."""
+    if not any(row.requires_grad for row in rows):
+        return rows[0].clone()
+    mean = torch.stack(rows).mean(0)
+    return rows[0].detach() + (mean - mean.detach())
 
 
 # --- derivatives ----------------------------------------------------------------------------------
@@ -71,38 +149,36 @@ def _ones(ys: Rows) -> Rows:
     return [torch.ones_like(y) for y in ys]
 
 
-def _value_and_grad(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
+def derivative(kind: str, f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> Any:
+    """The results of a derivative of ``f``; ``along``: tangents, or a cotangent."""
+    if kind == "hessian":
+        inner = lambda xs: derivative("jacrev", f, xs, [], pull)[0]  # noqa: E731
+        return derivative("jacfwd", inner, args, [], pull)
     xs = _fresh(args)
     ys = f(xs)
-    if any(y.shape != () or not y.is_floating_point() for y in ys):
-        raise ValueError("the function to differentiate gives no real scalar")
-    return [ys, *pull(ys, _ones(ys), xs)]
-
-
-def _grad(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
-    return _value_and_grad(f, args, along, pull)[1:]
-
-
-def _backward(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
-    xs = _fresh(args)
-    ys = f(xs)
-    if not any(y.requires_grad for y in ys):
-        raise ValueError("torch has nothing to differentiate")
-    return pull(ys, _ones(ys), xs)
-
-
-def _vjp(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
-    xs = _fresh(args)
-    ys = f(xs)
-    if any(y.shape != c.shape or y.dtype != c.dtype for y, c in zip(ys, along[0], strict=True)):
-        raise ValueError("the cotangent is unlike the result")
-    return [ys, *pull(ys, along[0], xs)]
-
-
-def _jvp(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
-    xs = _fresh(args)
-    ys = f(xs)
-    return [ys, _push(ys, xs, along)]
+    match kind:
+        case "grad" | "torch_grad" | "value_and_grad":
+            if any(y.shape != () or not y.is_floating_point() for y in ys):
+                raise ValueError("the function to differentiate gives no real scalar")
+            grads = pull(ys, _ones(ys), xs)
+            return [ys, *grads] if kind == "value_and_grad" else grads
+        case "backward":
+            if not any(y.requires_grad for y in ys):
+                raise ValueError("torch has nothing to differentiate")
+            return pull(ys, _ones(ys), xs)
+        case "vjp":
+            pairs = list(zip(ys, along[0], strict=True))
+            if any(y.shape != c.shape or y.dtype != c.dtype for y, c in pairs):
+                raise ValueError("the cotangent is unlike the result")
+            return [ys, *pull(ys, along[0], xs)]
+        case "jvp":
+            return [ys, _push(ys, xs, along)]
+    forward = kind == "jacfwd"
+    columns = [
+        _push(ys, xs, [x]) if forward else pull(ys, x, xs)[0]
+        for x in _basis(xs[0] if forward else ys)
+    ]
+    return [_stacked(columns, -1 if forward else 0, ys[0].shape + xs[0][0].shape)]
 
 
 def _push(ys: Rows, xs: list[Rows], tangents: list[Rows]) -> Rows:
@@ -120,41 +196,11 @@ def _basis(rows: Rows) -> list[Rows]:
     return [[unit] * len(rows) for unit in units]
 
 
-def _jacrev(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
-    xs = _fresh(args)
-    ys = f(xs)
-    columns = [pull(ys, unit, xs)[0] for unit in _basis(ys)]
-    return [_stacked(columns, 0, ys[0].shape + xs[0][0].shape)]
-
-
-def _jacfwd(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
-    xs = _fresh(args)
-    ys = f(xs)
-    columns = [_push(ys, xs, [unit]) for unit in _basis(xs[0])]
-    return [_stacked(columns, -1, ys[0].shape + xs[0][0].shape)]
-
-
-def _hessian(f: Function, args: list[Rows], along: list[Rows], pull: Pull) -> list[Rows]:
-    return _jacfwd(lambda xs: _jacrev(f, xs, [], pull)[0], args, [], pull)
-
-
 def _stacked(columns: list[Rows], dim: int, shape: Sequence[int]) -> Rows:
     if not columns:
         raise ValueError("the Jacobian of nothing")
     return [torch.stack(row, dim).reshape(shape) for row in zip(*columns, strict=True)]
 
-
-KINDS = {
-    "grad": _grad,
-    "torch_grad": _grad,
-    "backward": _backward,
-    "value_and_grad": _value_and_grad,
-    "vjp": _vjp,
-    "jvp": _jvp,
-    "jacrev": _jacrev,
-    "jacfwd": _jacfwd,
-    "hessian": _hessian,
-}
 
 # --- collectives ----------------------------------------------------------------------------------
 
@@ -163,36 +209,31 @@ def _same(rows: Sequence[torch.Tensor], value: torch.Tensor) -> Rows:
     return [value.clone() for _ in rows]
 
 
-def _psum(rows: Rows, dims: Sequence[int] = ()) -> Rows:
-    dtype = torch.int32 if rows[0].dtype == torch.bool else rows[0].dtype
-    wide = torch.float32 if dtype in HALVES else dtype
+def _total(rows: Rows, dims: Sequence[int]) -> torch.Tensor:
+    """A sum over rows and dims; of halves in float32."""
+    wide = torch.float32 if rows[0].dtype in HALVES else rows[0].dtype
     total = torch.stack([row.to(wide) for row in rows]).sum(0, dtype=wide)
-    return _same(rows, _over(total, dims, lambda x, d: x.sum(d, dtype=wide)).to(dtype))
+    return total.sum(tuple(dims), dtype=wide) if dims else total
+
+
+def _psum(rows: Rows, dims: Sequence[int] = ()) -> Rows:
+    if rows[0].dtype == torch.bool:
+        rows = [row.to(torch.int32) for row in rows]
+    return _same(rows, _total(rows, dims).to(rows[0].dtype))
 
 
 def _pmean(rows: Rows, dims: Sequence[int] = ()) -> Rows:
     if rows[0].dtype in NARROW:
         rows = [row.to(torch.int32) for row in rows]
-    dtype = rows[0].dtype
-    wide = torch.float32 if dtype in HALVES else dtype
-    total = torch.stack([row.to(wide) for row in rows]).sum(0, dtype=wide)
-    total = _over(total, dims, lambda x, d: x.sum(d, dtype=wide))
-    mean = total / (len(rows) * math.prod(rows[0].shape[d] for d in dims))
-    return _same(rows, mean.to(dtype) if dtype in HALVES else mean)
+    mean = _total(rows, dims) / (len(rows) * math.prod(rows[0].shape[d] for d in dims))
+    return _same(rows, mean.to(rows[0].dtype) if rows[0].dtype in HALVES else mean)
 
 
-def _pmax(rows: Rows, dims: Sequence[int] = ()) -> Rows:
-    return _same(rows, torch.stack(rows).amax((0, *(d if d < 0 else d + 1 for d in dims))))
+def _extreme(reduce: Callable[..., torch.Tensor]) -> Callable[..., Rows]:
+    def model(rows: Rows, dims: Sequence[int] = ()) -> Rows:
+        return _same(rows, reduce(torch.stack(rows), (0, *(d if d < 0 else d + 1 for d in dims))))
 
-
-def _pmin(rows: Rows, dims: Sequence[int] = ()) -> Rows:
-    return _same(rows, torch.stack(rows).amin((0, *(d if d < 0 else d + 1 for d in dims))))
-
-
-def _over(
-    x: torch.Tensor, dims: Sequence[int], reduce: Callable[[torch.Tensor, Any], torch.Tensor]
-) -> torch.Tensor:
-    return reduce(x, tuple(dims)) if dims else x
+    return model
 
 
 def _all_gather(rows: Rows, axis: int = 0, tiled: bool = False) -> Rows:
@@ -233,8 +274,8 @@ def _pbroadcast(rows: Rows, source: int) -> Rows:
 MODELS: dict[str, Callable[..., Rows]] = {
     "psum": _psum,
     "pmean": _pmean,
-    "pmax": _pmax,
-    "pmin": _pmin,
+    "pmax": _extreme(torch.amax),
+    "pmin": _extreme(torch.amin),
     "all_gather": _all_gather,
     "psum_scatter": _psum_scatter,
     "all_to_all": _all_to_all,
@@ -244,3 +285,24 @@ MODELS: dict[str, Callable[..., Rows]] = {
     "pbroadcast": _pbroadcast,
     "axis_index": lambda rows: [torch.tensor(k) for k in range(len(rows))],
 }
+
+
+def collective(step: Collective, operand: str | None, env: Env, grid: Grid) -> Rows:
+    """The rows of a collective's result for one of its operands."""
+    options = dict(step.options)
+    groups = options.pop("axis_index_groups", None)
+    names = step.axes if isinstance(step.axes, tuple) else (step.axes,)
+    dims = [name for name in names if isinstance(name, int)]
+    teams = companions(grid, places(grid, [name for name in names if isinstance(name, str)]))
+    out: dict[int, torch.Tensor] = {}
+    rows = [None] * count(grid) if operand is None else spread(env[operand], grid)
+    if dims and not rows[0].dim():  # torch sums a number over its dim 0, JAX does not
+        raise ValueError("a number has no dims")
+    for team in teams:
+        for group in groups or [range(len(team))]:
+            members = [team[k] for k in group]
+            given = [rows[k] for k in members]
+            model = MODELS[step.name]
+            results = model(given, dims, **options) if dims else model(given, **options)
+            out.update(zip(members, results, strict=True))
+    return [out[k] for k in range(count(grid))]

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from _fuzz_generate import is_mapped
 from _fuzz_programs import Blocks, Derivative, Local, Map, Program, bodies
-from _fuzz_reference import quiet
+from _fuzz_reference import Expected, expectation, quiet, verdict
 from _fuzz_source import source, standalone
-from _fuzz_verdict import Expected, expectation, verdict
 
 import torchpmap as tp
 

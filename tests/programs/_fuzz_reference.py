@@ -8,8 +8,7 @@ all rows' results with respect to each row's argument, and that is one call of `
 the rows of the whole program.  Forward mode is its transpose's transpose.
 
 With ``noise``, whatever is computed is changed by about one rounding error of its dtype: how far
-the results move says how exactly they can be known.
-"""
+the"""
 
 import itertools
 import math
@@ -17,19 +16,28 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from _fuzz_models import (
-    KINDS,
+    HALVES,
+    Env,
     Grid,
     Rows,
+    axis_size,
     check_differentiable,
+    collective,
     companions,
+    copied,
     count,
+    cut,
+    derivative,
+    joined,
     places,
     pulled,
+    spread,
+    taken,
 )
 from _fuzz_programs import (
     Blocks,
@@ -43,7 +51,6 @@ from _fuzz_programs import (
     Program,
     Step,
 )
-from _fuzz_rows import Env, axis_size, collective, copied, cut, joined, spread, taken
 from _fuzz_source import MADE, MODULES, value
 
 SHARING = ("psum", "pmean", "pmax", "pmin", "all_gather", "pbroadcast")
@@ -371,7 +378,7 @@ class Reference:
             return found
 
         self._depth += 1
-        results = KINDS[step.kind](function, args, along, pull if typed else pulled)
+        results = derivative(step.kind, function, args, along, pull if typed else pulled)
         self._depth -= 1
         if self._depth == 0:
             results = [[row.detach() for row in rows] for rows in results]
@@ -396,3 +403,81 @@ def _same_kinds(found: Sequence[Rows], wanted: Sequence[Rows]) -> None:
         for row, before in zip(new, old, strict=True):
             if row.shape != before.shape or row.dtype != before.dtype:
                 raise ValueError("a carry or a branch is of another kind")
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+NOISES = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A result and how far from it one may be."""
+
+    value: torch.Tensor
+    tolerance: float
+
+
+def expectation(program: Program) -> list[Expected] | None:
+    """What a program gives; None if a rounding error changes it much, or it is invalid."""
+    try:
+        clean = run(program)
+        noisy = [run(program, noise) for noise in NOISES]
+    except (RuntimeError, ValueError, IndexError, TypeError, KeyError, NotImplementedError):
+        return None
+    found = [_expected(value, others) for value, *others in zip(clean, *noisy, strict=True)]
+    known = [expected for expected in found if expected is not None]
+    return known if len(known) == len(found) and found else None
+
+
+def _expected(value: torch.Tensor, others: Sequence[torch.Tensor]) -> Expected | None:
+    if any(other.shape != value.shape or other.dtype != value.dtype for other in others):
+        return None
+    if not (value.is_floating_point() or value.is_complex()):
+        return Expected(value, 0.0) if all(torch.equal(value, o) for o in others) else None
+    if not value.numel():
+        return Expected(value, 0.0)
+    if not all(_is_finite_alike(value, other) for other in others):
+        return None
+    wide = _finite(value)
+    moved = max(float((_finite(other) - wide).abs().max()) for other in others)
+    size, eps = float(wide.abs().max()), torch.finfo(value.dtype).eps
+    if value.dtype in HALVES:  # a few errors of a half are all of it
+        tolerance, limit = 8 * moved + 4 * eps * size, 0.3 * size
+    else:
+        tolerance, limit = 32 * moved + 8 * eps * size, 1e-2 * size
+    return Expected(value, tolerance + 1e-300) if tolerance <= limit else None
+
+
+def _finite(value: torch.Tensor) -> torch.Tensor:
+    """In the widest dtype, with zeros for what is not finite."""
+    wide = value.to(torch.complex128)
+    return torch.where(wide.isfinite(), wide, 0)
+
+
+def _is_finite_alike(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether infinities and NaN are the same."""
+    if value.is_complex():
+        return _is_finite_alike(torch.view_as_real(value), torch.view_as_real(other))
+    special, same = ~value.isfinite(), value.eq(other) | (value.isnan() & other.isnan())
+    return torch.equal(special, ~other.isfinite()) and bool(same[special].all())
+
+
+def verdict(got: Sequence[torch.Tensor], expected: Sequence[Expected]) -> str:
+    """What is wrong with the results; empty if nothing is."""
+    if len(got) != len(expected):
+        return f"{len(got)} results instead of {len(expected)}"
+    for k, (found, wanted) in enumerate(zip(got, expected, strict=True)):
+        if found.dtype != wanted.value.dtype:
+            return f"result {k} has dtype {found.dtype} instead of {wanted.value.dtype}"
+        if found.shape != wanted.value.shape:
+            return f"result {k} has shape {tuple(found.shape)}, not {tuple(wanted.value.shape)}"
+        if not found.numel() or torch.equal(found, wanted.value):
+            continue
+        text = f"\ngot {found}\ninstead of {wanted.value}"
+        if not _is_finite_alike(found, wanted.value):
+            return f"result {k} is not finite where it should be, or the other way round:{text}"
+        distance = float((_finite(found) - _finite(wanted.value)).abs().max())
+        if distance > wanted.tolerance:
+            return f"result {k} differs by {distance:.3g}, more than {wanted.tolerance:.3g}:{text}"
+    return ""

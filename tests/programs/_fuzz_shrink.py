@@ -1,5 +1,6 @@
 """Making a failing program smaller, as long as it fails in the same way."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -42,11 +43,10 @@ def shrink(program: Program, fails: Callable[[Program], bool], seconds: float = 
 
 def smaller(program: Program) -> Iterator[Program]:
     """Programs that have a little less; not all of them mean something."""
-    for body in _without_a_result(program.body):
-        yield _used(replace(program, body=body))
-    for body in _edited(program.body, _shorter):
-        yield _used(replace(program, body=body))
-    for body in _edited(program.body, _simpler):
+    whole, results = program.body, program.body.results
+    fewer = [replace(whole, results=_less(results, k)) for k in range(len(results))]
+    edited = (fewer if len(results) > 1 else [], _edited(whole, _shorter), _edited(whole, _simpler))
+    for body in itertools.chain(*edited):
         yield _used(replace(program, body=body))
     yield from _simpler_inputs(program)
     yield from _narrower(program)
@@ -91,12 +91,6 @@ def _fitting(step: Step, place: int, inner: Body) -> Step | None:
 
 
 # --- fewer steps ----------------------------------------------------------------------------------
-
-
-def _without_a_result(body: Body) -> Iterator[Body]:
-    for k in range(len(body.results)):
-        if len(body.results) > 1:
-            yield replace(body, results=(*body.results[:k], *body.results[k + 1 :]))
 
 
 def _shorter(body: Body) -> Iterator[Body]:

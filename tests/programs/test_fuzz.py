@@ -10,8 +10,8 @@ from pathlib import Path
 import _fuzz_reference
 import pytest
 import torch
-from _fuzz_blocks import LARGE
 from _fuzz_generate import BLOCKS, DONATES, generate, generated
+from _fuzz_loops import LARGE
 from _fuzz_models import MODELS
 from _fuzz_modes import applies, script, trial
 from _fuzz_programs import (
@@ -27,10 +27,9 @@ from _fuzz_programs import (
     Step,
     bodies,
 )
-from _fuzz_reference import LOOPS, run
+from _fuzz_reference import LOOPS, run, verdict
 from _fuzz_shrink import shrink
 from _fuzz_source import source
-from _fuzz_verdict import verdict
 from _launched import Raised, answers, launch
 from _support import TEST_ALL, mostly_long
 

@@ -38,7 +38,10 @@ CASES = [*PMAPS, *PORTED, *LOOPS, *SHARD_MAPS]
 # Families whose arrays go straight into a pmapped function, which takes numpy arrays too.
 TAKES_NUMPY = {"pmap_args", "collectives", "grad_inside", "errors"}
 
-COMPILED = {"collectives_halo_exchange", "lc_psum_carry", "gr_rnn", "gj_psum_scatter"}
+COMPILED = {
+    *("collectives_halo_exchange", "gj_psum_scatter"),
+    *("lc_psum_carry", "gr_rnn", "me_grad_outside"),
+}
 OUTSIDE = "rows or blocks that run one after the other have no outside transforms"
 ESCAPED = "a row's function uses a captured value of a vmap around, which torch says has ended"
 

@@ -84,16 +84,6 @@ def test_composition_with_jit_twice():
     same(f(torch.ones(4, 1)), torch.full((4, 4, 1), 2.0))
 
 
-@pytest.mark.parametrize("rows", [4, 8])
-def test_every_row_takes_its_own_branch(rows):
-    def f(x):
-        total = tp.psum(x, "i")
-        return torch.cond(x > 1, lambda x, t: x + t, lambda x, t: x - t, (x, total))
-
-    x = torch.arange(float(rows))
-    same(pmap(f, "i")(x), torch.where(x > 1, x + x.sum(), x - x.sum()))
-
-
 # Results -----------------------------------------------------------------------------------------
 
 
@@ -299,10 +289,3 @@ def test_an_axis_name_does_not_leak():
     got = torch.func.grad(lambda x: mapped(x[None])[0])(torch.tensor(3.0))
     assert float(got) == 1.0
     assert not tp.axis_bound("i")
-
-
-def test_psum_of_bools():
-    x = torch.tensor([True, False, True, True])
-    total, mean = pmap(lambda x: (tp.psum(x, "i"), tp.pmean(x, "i")), "i")(x)
-    same(total, torch.full((4,), 3, dtype=torch.int32))
-    same(mean, torch.full((4,), 0.75))

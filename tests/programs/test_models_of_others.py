@@ -272,39 +272,3 @@ def test_the_models_own_loss_in_float32(run, pool):
     # are 0 but for rounding.  No loss depends on these; other parameters differ by single digits.
     losses, _ = run("own loss")
     assert losses == pytest.approx(plain("own loss")[0], rel=1e-5)
-
-
-def bert_by_default() -> torch.nn.Module:
-    transformers = imported("transformers.models.bert.modeling_bert")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 50}
-    depth = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
-    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **depth))
-
-
-def gpt2_by_default() -> torch.nn.Module:
-    transformers = imported("transformers.models.gpt2.modeling_gpt2")
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 50, "n_positions": 16}
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends))
-
-
-@installed("transformers")
-@pytest.mark.parametrize("make", [bert_by_default, gpt2_by_default])
-def test_default_dropout_is_drawn_for_every_row(make: Callable[[], torch.nn.Module]) -> None:
-    params, buffers, apply = tp.functional(make().train())
-    tokens = draw((1, 3, 8), 50).expand(8, 3, 8)  # equal rows
-
-    def loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
-        return apply(params, buffers, input_ids=tokens, labels=tokens)[0].loss
-
-    def losses(count: int, rows: int) -> torch.Tensor:
-        tp.init(num_devices=count, device_type="cpu")
-        torch.manual_seed(0)
-        step = tp.pmap(tp.value_and_grad(loss), in_axes=(None, 0), compile=EAGER)
-        value, grads = step(dict(params), tokens[:rows])
-        assert all(grad.isfinite().all() for grad in grads.values())
-        return value.cpu()
-
-    shared = losses(4, 8)
-    assert len(set(shared.tolist())) == 8
-    torch.testing.assert_close(losses(4, 4), shared[:4])

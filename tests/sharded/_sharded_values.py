@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from _support import EAGER
+from _support import EAGER, entries
 from torch import nn
 
 import torchpmap as tp
@@ -16,17 +16,9 @@ import torchpmap as tp
 WHOLE, HOST = "whole", "host"
 
 
-def entries(text):
-    """What a table in a text says: ``;`` is between the entries of a line, ``#`` before remarks."""
-    lines = [line for line in text.splitlines() if not line.strip().startswith("#")]
-    found = [part.strip() for line in lines for part in line.split(";") if part.strip()]
-    assert len(found) == len(set(found))
-    return found
-
-
-def functions(arguments, text):
+def functions(arguments, text, **names):
     """Functions of the arguments by the expressions that are the entries of a text."""
-    names = {"torch": torch, "nn": nn, "F": F, "np": np, "tp": tp, "EAGER": EAGER}
+    names |= {"torch": torch, "nn": nn, "F": F, "np": np, "tp": tp, "EAGER": EAGER}
     names |= {"numbers": numbers, "HERE": HERE}
     return {entry: eval(f"lambda {arguments}: {entry}", names) for entry in entries(text)}
 

@@ -11,8 +11,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from _sharded_values import each, entries, functions, nothing_gathers, numbers, on_mesh
-from _support import EAGER
+from _sharded_values import each, functions, nothing_gathers, numbers, on_mesh
+from _support import EAGER, entries
 
 import torchpmap as tp
 from torchpmap import P

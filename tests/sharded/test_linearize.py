@@ -26,43 +26,43 @@ def times_sum(x):
     return x * x.sum(0)
 
 
-def mapped_times_sum():
+def by_pmap():
     return tp.pmap(lambda x: x * tp.psum(x, "i"), axis_name="i", compile=EAGER)
 
 
-def on_mesh_times_sum():
+def by_shard_map():
     mesh, cut = tp.make_mesh((4,), ("i",), devices=tp.devices()), tp.P("i")
     options = {"mesh": mesh, "in_specs": cut, "out_specs": cut, "compile": EAGER}
     return tp.shard_map(lambda x: x * tp.psum(x.sum(0), "i"), **options)
 
 
-def of_both(function):
-    """A function of x and of what it closes over: on the devices, and here."""
-    return lambda: lambda x: function(x, tp.replicate(W)), lambda x: function(x, W)
-
-
+# of a tensor, of one that the function closes over, and of what stands for times_sum
 FUNCTIONS = {
-    "sin": (lambda: torch.sin, torch.sin),
-    "sum": (lambda: lambda x: (x * x).sum(), lambda x: (x * x).sum()),
-    "view": (lambda: lambda x: x[:, 0] * x[:, 1], lambda x: x[:, 0] * x[:, 1]),
-    "in place": (lambda: lambda x: (x * 2).mul_(x), lambda x: (x * 2).mul_(x)),
-    "closure": of_both(lambda x, w: (x * w).sin() + w),
-    "product": of_both(lambda x, w: x @ w.T),
-    "two results": of_both(lambda x, w: (x * w, x.sum())),
-    "gathered": of_both(lambda x, w: x.cumsum(0) * w),
-    "pmap": (mapped_times_sum, times_sum),
-    "shard_map": (on_mesh_times_sum, times_sum),
-    "pmap inside": (
-        lambda: lambda x: mapped_times_sum()(x.sin()) * tp.replicate(W),
-        lambda x: times_sum(x.sin()) * W,
-    ),
-    "gradient": (
-        lambda: grad(lambda x: (mapped_times_sum()(x) ** 2).sum()),
-        grad(lambda x: (times_sum(x) ** 2).sum()),
-    ),
+    "sin": lambda x, w, f: x.sin(),
+    "sum": lambda x, w, f: (x * x).sum(),
+    "view": lambda x, w, f: x[:, 0] * x[:, 1],
+    "in place": lambda x, w, f: (x * 2).mul_(x),
+    "closure": lambda x, w, f: (x * w).sin() + w,
+    "product": lambda x, w, f: x @ w.T,
+    "two results": lambda x, w, f: (x * w, x.sum()),
+    "gathered": lambda x, w, f: x.cumsum(0) * w,
+    "mapped": lambda x, w, f: f(x),
+    "mapped inside": lambda x, w, f: f(x.sin()) * w,
+    "gradient": lambda x, w, f: grad(lambda x: (f(x) ** 2).sum())(x),
 }
+
+
+def on_devices(name, make=by_pmap):
+    f = make()
+    return lambda x: FUNCTIONS[name](x, tp.replicate(W), f)
+
+
+def plain(name):
+    return lambda x: FUNCTIONS[name](x, W, times_sum)
+
+
 PLACES = {"here": lambda x: x, "cut": tp.shard_batch, "whole": tp.replicate}
-each = pytest.mark.parametrize(("make", "plain"), FUNCTIONS.values(), ids=FUNCTIONS)
+CASES = [*((name, by_pmap) for name in FUNCTIONS), ("mapped", by_shard_map)]
 
 
 def same(results, expected):
@@ -72,28 +72,30 @@ def same(results, expected):
 
 
 @pytest.mark.parametrize("put", PLACES.values(), ids=PLACES)
-@each
-def test_linearize(make, plain, put):
-    value, push = linearize(make(), put(X))
-    expected = jvp(plain, (X,), (T,))
+@pytest.mark.parametrize(("name", "make"), CASES)
+def test_linearize(name, make, put):
+    value, push = linearize(on_devices(name, make), put(X))
+    expected = jvp(plain(name), (X,), (T,))
     same(value, expected[0])
     same(push(put(T)), expected[1])
-    same(push(put(2 * T)), jvp(plain, (X,), (2 * T,))[1])
+    same(push(put(2 * T)), jvp(plain(name), (X,), (2 * T,))[1])
 
 
-@pytest.mark.parametrize("name", ["sin", "closure", "pmap", "shard_map"])
-def test_transforms_of_what_linearize_returns(name):
-    make, plain = FUNCTIONS[name]
-    _, push = linearize(make(), tp.shard_batch(X))
-    same(push(tp.shard_batch(T)), jvp(plain, (X,), (T,))[1])
-    stacked = torch.stack([jvp(plain, (X,), (t,))[1] for t in (T, 2 * T)])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("sin", by_pmap), ("closure", by_pmap), ("mapped", by_pmap), ("mapped", by_shard_map)],
+)
+def test_transforms_of_what_linearize_returns(name, make):
+    _, push = linearize(on_devices(name, make), tp.shard_batch(X))
+    same(push(tp.shard_batch(T)), jvp(plain(name), (X,), (T,))[1])
+    stacked = torch.stack([jvp(plain(name), (X,), (t,))[1] for t in (T, 2 * T)])
     same(vmap(push)(torch.stack([T, 2 * T])), stacked)
     (pulled,) = vjp(push, tp.shard_batch(T))[1](tp.shard_batch(W))
-    same(pulled, vjp(plain, X)[1](W)[0])
+    same(pulled, vjp(plain(name), X)[1](W)[0])
 
 
 def test_a_linear_function_draws_no_random_numbers():
-    _, push = linearize(mapped_times_sum(), X)
+    _, push = linearize(by_pmap(), X)
     push(T)
     state = torch.get_rng_state()
     push(T)

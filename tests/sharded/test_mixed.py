@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from _sharded_values import functions
 from _support import EAGER, TEST_ALL
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -88,131 +89,71 @@ LOSSES = [
 MASKS = [mask for mask in itertools.product([True, False], repeat=3) if any(mask)]
 REDUCTIONS = ["none", "mean", "sum"]
 
+OTHERS = """
+    F.layer_norm(cube(), [4, 4], matrix(), matrix()); F.layer_norm(cube(), [4])
+    F.rms_norm(cube(), [4], vector()); F.group_norm(cube(), 2, vector(), vector())
+    F.batch_norm(cube(), *statistics(), vector(), vector(), True)
+    F.batch_norm(cube(), *statistics(), vector(), vector(), False); F.instance_norm(cube())
+    cube().softmax(1); cube().log_softmax(-1); F.conv2d(images(), randn(4, 4, 3, 3), vector())
+    F.conv1d(cube(), randn(4, 1, 3), vector(), groups=4)
+    F.conv1d(matrix(), randn(4, 4, 3), vector())
+    F.conv_transpose1d(cube(), randn(4, 4, 3), vector()); F.embedding(indices(4, 4), matrix())
+    F.embedding(indices(4, 4), matrix(), padding_idx=1)
+    F.embedding(indices(4, 4), matrix(), scale_grad_by_freq=True); F.embedding(indices(4), matrix())
+    F.nll_loss(matrix(), indices(4)); F.nll_loss(matrix(), indices(4), vector().detach())
+    F.nll_loss(matrix(), indices(4), reduction="none"); F.nll_loss(images(), indices(4, 4, 4))
+    F.cross_entropy(cube(), indices(4, 4)); F.cross_entropy(matrix(), matrix(), label_smoothing=0.1)
+    F.kl_div(matrix(), matrix().exp(), reduction="batchmean"); matrix() @ matrix()
+    matrix() @ vector(); vector() @ vector(); torch.bmm(cube(), cube())
+    torch.baddbmm(cube(), cube(), cube(), beta=2); torch.baddbmm(vector(), cube(), cube(), alpha=2)
+    torch.addmm(matrix(), matrix(), matrix(), beta=0.5, alpha=3)
+    torch.addmm(vector(), matrix(), matrix()); torch.addmm(randn(4, 1), matrix(), matrix())
+    torch.addmv(vector(), matrix(), vector()); torch.addbmm(matrix(), cube(), cube())
+    torch.addr(matrix(), vector(), vector()); F.linear(cube(), matrix(), vector())
+    F.bilinear(matrix(), matrix(), cube(), vector()); torch.einsum("bij,bkj->ikb", cube(), cube())
+    F.scaled_dot_product_attention(*[images() for _ in range(3)])
+    F.scaled_dot_product_attention(*[images() for _ in range(3)], is_causal=True)
+    F.scaled_dot_product_attention(images(), images(), images(), matrix())
+    torch.where(matrix() > 0, cube(), randn(4, 1, 4)); torch.lerp(matrix(), vector(), randn(4, 1))
+    torch.addcmul(cube(), matrix(), vector(), value=2); cube().masked_fill(matrix() > 0, 1.5)
+    matrix().masked_scatter(matrix() > 0, matrix()); matrix()[matrix() > 0]
+    cube().gather(1, order(4, 4, 4)); cube().gather(1, indices(2, 4, 4))
+    cube().scatter(2, order(4, 4, 4), cube()); cube().scatter(2, order(4, 4, 4), 2.0)
+    matrix().scatter_add(0, indices(4, 4), matrix())
+    matrix().scatter_add(0, indices(2, 4), randn(2, 4))
+    matrix().scatter_reduce(1, indices(4, 4), matrix(), "mean"); cube()[:, indices(4)]
+    cube()[indices(4), :, indices(4)]; cube()[indices(4, 1), indices(4)]
+    cube().index_put((order(4),), matrix()); cube().index_select(1, indices(4))
+    cube().index_add(1, indices(4), cube(), alpha=2); vector().index_add(0, indices(4), vector())
+    cube().index_copy(2, order(4), cube()); cube().index_fill(1, indices(4)[:2], 2.0)
+    matrix().take(indices(4, 4)); matrix().take_along_dim(indices(4, 1), 1); cube().cumsum(1)
+    matrix().cumprod(0); matrix().cummax(1).values; matrix().logcumsumexp(0); cube().sort(1).values
+    cube().topk(2, 0).values; cube().max(1).values; matrix().median(0).values; cube().var((0, 2))
+    torch.linalg.vector_norm(cube(), dim=1); cube().logsumexp(1); cube().amax((0, 1))
+    matrix().prod(1); F.max_pool2d(images(), 2); F.max_pool1d(cube(), 2); F.max_pool3d(images(), 2)
+    F.max_unpool2d(*F.max_pool2d(cube(), 2, return_indices=True), 2); F.avg_pool2d(images(), 2)
+    F.adaptive_avg_pool2d(images(), 2); F.adaptive_max_pool2d(cube(), 2)
+    F.interpolate(images(), scale_factor=2); F.interpolate(cube(), scale_factor=2, mode="linear")
+    F.grid_sample(images(), randn(4, 4, 4, 2), align_corners=False); F.pad(cube(), (1, 1))
+    F.pad(cube(), (1, 1), mode="reflect"); F.glu(cube(), 1); F.prelu(cube(), vector())
+    F.gelu(matrix()); F.silu(matrix()); F.logsigmoid(matrix()); F.dropout(matrix(), 0.5)
+    torch.cat([cube(), cube()], 1); torch.stack([matrix(), matrix()], 1)
+    torch.cdist(cube(), cube()); torch.linalg.cross(randn(4, 3), randn(4, 3), dim=1)
+    torch.linalg.solve(cube(), cube())
+    torch.linalg.solve_triangular(cube().triu() + 4 * torch.eye(4), cube(), upper=True)
+    torch.linalg.det(cube()); torch.linalg.inv(cube()); torch.linalg.qr(cube())[1]
+    torch.tensordot(cube(), cube(), 2); torch.searchsorted(matrix().sort().values, matrix())
+    torch.bucketize(matrix(), vector().sort().values); torch.isin(indices(4, 4), indices(2))
+    torch.bincount(indices(4), vector().detach()); torch.histc(matrix().detach(), 4, -2, 2)
+    torch.renorm(matrix(), 2, 0, 1.0); torch.heaviside(matrix().detach(), vector().detach())
+"""
+MAKERS = (randn, vector, matrix, cube, images, statistics, indices, order)
 CASES = {
     **{f"layer_norm {mask}": masked_norm(mask) for mask in MASKS},
     **{f"conv {mask}": masked(F.conv1d, mask, (4, 4, 4), (4, 4, 3), (4,)) for mask in MASKS},
     **{f"{f.__name__} {how}": loss(f, how) for f in LOSSES for how in REDUCTIONS},
-    "layer_norm 2 dims": lambda: F.layer_norm(cube(), [4, 4], matrix(), matrix()),
-    "layer_norm plain": lambda: F.layer_norm(cube(), [4]),
-    "rms_norm": lambda: F.rms_norm(cube(), [4], vector()),
-    "group_norm": lambda: F.group_norm(cube(), 2, vector(), vector()),
-    "batch_norm": lambda: F.batch_norm(cube(), *statistics(), vector(), vector(), True),
-    "batch_norm eval": lambda: F.batch_norm(cube(), *statistics(), vector(), vector(), False),
-    "instance_norm": lambda: F.instance_norm(cube()),
-    "softmax": lambda: cube().softmax(1),
-    "log_softmax": lambda: cube().log_softmax(-1),
-    "conv2d": lambda: F.conv2d(images(), randn(4, 4, 3, 3), vector()),
-    "conv groups": lambda: F.conv1d(cube(), randn(4, 1, 3), vector(), groups=4),
-    "conv unbatched": lambda: F.conv1d(matrix(), randn(4, 4, 3), vector()),
-    "conv transposed": lambda: F.conv_transpose1d(cube(), randn(4, 4, 3), vector()),
-    "embedding": lambda: F.embedding(indices(4, 4), matrix()),
-    "embedding padding": lambda: F.embedding(indices(4, 4), matrix(), padding_idx=1),
-    "embedding freq": lambda: F.embedding(indices(4, 4), matrix(), scale_grad_by_freq=True),
-    "embedding row": lambda: F.embedding(indices(4), matrix()),
-    "nll": lambda: F.nll_loss(matrix(), indices(4)),
-    "nll weight": lambda: F.nll_loss(matrix(), indices(4), vector().detach()),
-    "nll none": lambda: F.nll_loss(matrix(), indices(4), reduction="none"),
-    "nll2d": lambda: F.nll_loss(images(), indices(4, 4, 4)),
-    "cross_entropy": lambda: F.cross_entropy(cube(), indices(4, 4)),
-    "cross_entropy soft": lambda: F.cross_entropy(matrix(), matrix(), label_smoothing=0.1),
-    "kl_div": lambda: F.kl_div(matrix(), matrix().exp(), reduction="batchmean"),
-    "mm": lambda: matrix() @ matrix(),
-    "mv": lambda: matrix() @ vector(),
-    "dot": lambda: vector() @ vector(),
-    "bmm": lambda: torch.bmm(cube(), cube()),
-    "baddbmm": lambda: torch.baddbmm(cube(), cube(), cube(), beta=2),
-    "baddbmm row": lambda: torch.baddbmm(vector(), cube(), cube(), alpha=2),
-    "addmm": lambda: torch.addmm(matrix(), matrix(), matrix(), beta=0.5, alpha=3),
-    "addmm row": lambda: torch.addmm(vector(), matrix(), matrix()),
-    "addmm column": lambda: torch.addmm(randn(4, 1), matrix(), matrix()),
-    "addmv": lambda: torch.addmv(vector(), matrix(), vector()),
-    "addbmm": lambda: torch.addbmm(matrix(), cube(), cube()),
-    "addr": lambda: torch.addr(matrix(), vector(), vector()),
-    "linear": lambda: F.linear(cube(), matrix(), vector()),
-    "bilinear": lambda: F.bilinear(matrix(), matrix(), cube(), vector()),
-    "einsum": lambda: torch.einsum("bij,bkj->ikb", cube(), cube()),
-    "attention": lambda: F.scaled_dot_product_attention(*[images() for _ in range(3)]),
-    "attention causal": lambda: F.scaled_dot_product_attention(
-        *[images() for _ in range(3)], is_causal=True
-    ),
-    "attention mask": lambda: F.scaled_dot_product_attention(
-        images(), images(), images(), matrix()
-    ),
-    "where": lambda: torch.where(matrix() > 0, cube(), randn(4, 1, 4)),
-    "lerp": lambda: torch.lerp(matrix(), vector(), randn(4, 1)),
-    "addcmul": lambda: torch.addcmul(cube(), matrix(), vector(), value=2),
-    "masked_fill": lambda: cube().masked_fill(matrix() > 0, 1.5),
-    "masked_scatter": lambda: matrix().masked_scatter(matrix() > 0, matrix()),
-    "masked_select": lambda: matrix()[matrix() > 0],
-    "gather": lambda: cube().gather(1, order(4, 4, 4)),
-    "gather part": lambda: cube().gather(1, indices(2, 4, 4)),
-    "scatter": lambda: cube().scatter(2, order(4, 4, 4), cube()),
-    "scatter value": lambda: cube().scatter(2, order(4, 4, 4), 2.0),
-    "scatter_add": lambda: matrix().scatter_add(0, indices(4, 4), matrix()),
-    "scatter_add part": lambda: matrix().scatter_add(0, indices(2, 4), randn(2, 4)),
-    "scatter_reduce": lambda: matrix().scatter_reduce(1, indices(4, 4), matrix(), "mean"),
-    "index": lambda: cube()[:, indices(4)],
-    "index 2": lambda: cube()[indices(4), :, indices(4)],
-    "index 3": lambda: cube()[indices(4, 1), indices(4)],
-    "index_put": lambda: cube().index_put((order(4),), matrix()),
-    "index_select": lambda: cube().index_select(1, indices(4)),
-    "index_add": lambda: cube().index_add(1, indices(4), cube(), alpha=2),
-    "index_add flat": lambda: vector().index_add(0, indices(4), vector()),
-    "index_copy": lambda: cube().index_copy(2, order(4), cube()),
-    "index_fill": lambda: cube().index_fill(1, indices(4)[:2], 2.0),
-    "take": lambda: matrix().take(indices(4, 4)),
-    "take_along_dim": lambda: matrix().take_along_dim(indices(4, 1), 1),
-    "cumsum": lambda: cube().cumsum(1),
-    "cumprod": lambda: matrix().cumprod(0),
-    "cummax": lambda: matrix().cummax(1).values,
-    "logcumsumexp": lambda: matrix().logcumsumexp(0),
-    "sort": lambda: cube().sort(1).values,
-    "topk": lambda: cube().topk(2, 0).values,
-    "max": lambda: cube().max(1).values,
-    "median": lambda: matrix().median(0).values,
-    "var": lambda: cube().var((0, 2)),
-    "norm": lambda: torch.linalg.vector_norm(cube(), dim=1),
-    "logsumexp": lambda: cube().logsumexp(1),
-    "amax": lambda: cube().amax((0, 1)),
-    "prod": lambda: matrix().prod(1),
-    "max_pool": lambda: F.max_pool2d(images(), 2),
-    "max_pool1d": lambda: F.max_pool1d(cube(), 2),
-    "max_pool3d": lambda: F.max_pool3d(images(), 2),
-    "max_unpool": lambda: F.max_unpool2d(*F.max_pool2d(cube(), 2, return_indices=True), 2),
-    "avg_pool": lambda: F.avg_pool2d(images(), 2),
-    "adaptive": lambda: F.adaptive_avg_pool2d(images(), 2),
-    "adaptive max": lambda: F.adaptive_max_pool2d(cube(), 2),
-    "upsample": lambda: F.interpolate(images(), scale_factor=2),
-    "upsample linear": lambda: F.interpolate(cube(), scale_factor=2, mode="linear"),
-    "grid_sample": lambda: F.grid_sample(images(), randn(4, 4, 4, 2), align_corners=False),
-    "pad": lambda: F.pad(cube(), (1, 1)),
-    "pad reflect": lambda: F.pad(cube(), (1, 1), mode="reflect"),
-    "glu": lambda: F.glu(cube(), 1),
-    "prelu": lambda: F.prelu(cube(), vector()),
-    "gelu": lambda: F.gelu(matrix()),
-    "silu": lambda: F.silu(matrix()),
-    "logsigmoid": lambda: F.logsigmoid(matrix()),
-    "dropout": lambda: F.dropout(matrix(), 0.5),
-    "cat": lambda: torch.cat([cube(), cube()], 1),
-    "stack": lambda: torch.stack([matrix(), matrix()], 1),
-    "cdist": lambda: torch.cdist(cube(), cube()),
-    "cross": lambda: torch.linalg.cross(randn(4, 3), randn(4, 3), dim=1),
-    "solve": lambda: torch.linalg.solve(cube(), cube()),
-    "triangular": lambda: torch.linalg.solve_triangular(
-        cube().triu() + 4 * torch.eye(4), cube(), upper=True
-    ),
-    "det": lambda: torch.linalg.det(cube()),
-    "inverse": lambda: torch.linalg.inv(cube()),
-    "qr": lambda: torch.linalg.qr(cube())[1],
-    "tensordot": lambda: torch.tensordot(cube(), cube(), 2),
-    "searchsorted": lambda: torch.searchsorted(matrix().sort().values, matrix()),
-    "bucketize": lambda: torch.bucketize(matrix(), vector().sort().values),
-    "isin": lambda: torch.isin(indices(4, 4), indices(2)),
-    "bincount": lambda: torch.bincount(indices(4), vector().detach()),
-    "histc": lambda: torch.histc(matrix().detach(), 4, -2, 2),
-    "renorm": lambda: torch.renorm(matrix(), 2, 0, 1.0),
-    "heaviside": lambda: torch.heaviside(matrix().detach(), vector().detach()),
 }
+CASES |= functions("", OTHERS, **{make.__name__: make for make in MAKERS})
 
 
 class Record(TorchDispatchMode):

@@ -28,14 +28,22 @@ LOOPS = [
 
 
 class _Methods(ast.NodeTransformer):
-    """``x.astype(dtype)`` becomes ``astype(x, dtype)``: tensors have no such method."""
+    """Tensors lack two methods: ``x.astype(dtype)`` becomes ``astype(x, dtype)``, and
+    ``x.at[k].set(y)`` becomes ``at_set(x, np.s_[k], y)``.
+    """
 
     def visit_Call(self, node):
         self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "astype":
-            function = ast.copy_location(ast.Name("astype", ast.Load()), node)
-            return ast.copy_location(ast.Call(function, [node.func.value, *node.args], []), node)
-        return node
+        match node.func:
+            case ast.Attribute(value=x, attr="astype"):
+                name, before = "astype", [x]
+            case ast.Attribute(ast.Subscript(ast.Attribute(x, "at"), index), "set"):
+                slices = ast.Attribute(ast.Name("np", ast.Load()), "s_", ast.Load())
+                name, before = "at_set", [x, ast.Subscript(slices, index, ast.Load())]
+            case _:
+                return node
+        function = ast.Name(name, ast.Load())
+        return ast.copy_location(ast.Call(function, [*before, *node.args], []), node)
 
 
 def run(program, inputs, pmap, shard_map=tp.shard_map):
@@ -53,6 +61,7 @@ def run(program, inputs, pmap, shard_map=tp.shard_map):
         "Mesh": tp.Mesh,
         "Auto": "Auto",
         "astype": astype,
+        "at_set": at_set,
         **inputs,
     }
     return values.evaluate(tree, names)
@@ -60,6 +69,12 @@ def run(program, inputs, pmap, shard_map=tp.shard_map):
 
 def astype(x, dtype):
     return torch.as_tensor(x).to(dtype)
+
+
+def at_set(x, index, value):
+    x = x.clone()
+    x[index] = value
+    return x
 
 
 def jax_names(pmap, shard_map):
@@ -190,7 +205,7 @@ def maximum(x, y):
 
 SAME_NAME = [
     "sin", "cos", "tanh", "exp", "sqrt", "abs", "where", "cumsum", "zeros_like", "moveaxis",
-    "swapaxes", "broadcast_to", "tile", "reshape", "stack", "concatenate",
+    "swapaxes", "broadcast_to", "tile", "reshape", "stack", "concatenate", "linspace",
 ]  # fmt: skip
 DTYPES = [
     "int8", "int32", "bfloat16", "float32", "complex64",
