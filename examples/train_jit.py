@@ -3,7 +3,7 @@
     python examples/train_jit.py [--devices 4] [--quick] [--epochs 4] [--no-amp] [--no-compile]
     torchrun --nproc-per-node=2 examples/train_jit.py
 
-This is ``train_plain.py`` with NN changed lines: the model is replicated, each batch is cut over
+This is ``train_plain.py`` with 27 changed lines: the model is replicated, each batch is cut over
 the devices, and the step, a function of the batch, is compiled as one program for all devices. The
 losses are those of one device. docs/training.md explains each line.
 """

@@ -2,10 +2,10 @@
 
     python examples/train_plain.py [--quick] [--epochs 4] [--accumulate 2] [--no-amp] [--resume]
 
-``train_replicated.py`` and ``train_pmap.py`` are the same script on all devices, and
-docs/training.md explains what changes. The script has what such scripts have: batch norms, dropout,
-mixed precision, accumulation, clipping, a schedule, a last batch that is shorter than the others,
-early stop and resume. It is for one device, so it has no ``--devices``.
+``train_jit.py``, ``train_replicated.py`` and ``train_pmap.py`` are the same script on all devices,
+and docs/training.md explains what changes. The script has what such scripts have: batch norms,
+dropout, mixed precision, accumulation, clipping, a schedule, a last batch that is shorter than the
+others, early stop and resume. It is for one device, so it has no ``--devices``.
 """
 
 from __future__ import annotations

@@ -30,10 +30,6 @@ _ROWS = (
         "torch.utils.checkpoint",
     ),
     (
-        "jit",
-        "inside a mapped function: nothing, it is compiled; elsewhere torch.compile",
-    ),
-    (
         "lower make_jaxpr",
         "f.lower(x).as_text(), .graph, .cost()",
     ),
@@ -58,8 +54,8 @@ _ROWS = (
         "not available: pass the mesh, or leave mesh= out",
     ),
     (
-        "with_sharding_constraint pjit",
-        "not available: say where values live by in_axes, out_axes and tp.device_put",
+        "pjit",
+        "tp.jit",
     ),
     (
         "pdot pgather",

@@ -150,9 +150,7 @@ def test_what_the_function_raises():
         jit(lambda x: x @ x)(X)
     mesh = tp.make_mesh((2,), ("x",), devices=tp.devices()[:2])
     other = tp.device_put(X, tp.NamedSharding(mesh, P("x")))
-    with pytest.raises(
-        ValueError, match=r"jit: values are on cpu:0 cpu:1 .* but a program runs"
-    ):
+    with pytest.raises(ValueError, match=r"jit: values are on cpu:0 cpu:1 .* but a program runs"):
         jit(lambda x, y: x + y)(on(P("x")), other)
     with pytest.raises(TypeError, match="Expected a callable value"):
         tp.jit(3)

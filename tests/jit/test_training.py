@@ -5,10 +5,12 @@ What is right is what the same step gives in plain torch.
 """
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from _launched import launch
 from _models import LAYOUTS, MODELS, batches, cut, made, placed
 from _support import EAGER, mostly_long
 from torch import nn
@@ -135,3 +137,9 @@ def test_messages_of_a_step(kind, layout, expected):
         lambda batch: cut(batch, layout),
     )[1]
     assert collectives(step, *cut(batch, layout)) == expected
+
+
+@pytest.mark.long
+def test_under_torchrun():
+    finished = launch(4, str(Path(__file__).with_name("_torchrun_jit.py")))
+    assert finished.code == 0, finished.output

@@ -1,4 +1,4 @@
-"""Covers: examples/train_*.py: two ports of an ordinary training script, against the script."""
+"""Covers: examples/train_*.py: three ports of an ordinary training script, against the script."""
 
 import ast
 import difflib
@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 EXACT = ("--no-amp", "--dropout", "0")
-NOT_COMPILED = {"pmap": ("--no-compile",), "replicated": (), "plain": ()}
+NOT_COMPILED = {"jit": ("--no-compile",), "pmap": ("--no-compile",), "replicated": (), "plain": ()}
 
 
 def code(name):
@@ -26,7 +26,7 @@ def code(name):
     return [line for line in text.splitlines()[start:] if line.strip()]
 
 
-@pytest.mark.parametrize(("name", "number"), [("replicated", 10), ("pmap", 22)])
+@pytest.mark.parametrize(("name", "number"), [("jit", 27), ("replicated", 10), ("pmap", 22)])
 def test_changed_lines(name, number):
     matcher = difflib.SequenceMatcher(None, code("plain"), code(name), autojunk=False)
     changes = [
@@ -71,11 +71,11 @@ def same(printed, expected, tolerance):
 # with dropout, drawn in the controller; sums in another order, which Adam enlarges
 PLAIN = [
     (name, more, n, 5e-3)
-    for name, more in (("replicated", EXACT[:1]), ("pmap", EXACT))
+    for name, more in (("jit", EXACT), ("replicated", EXACT[:1]), ("pmap", EXACT))
     for n in "124"
 ]
 # bfloat16 has 8 bits, so an activation differs by 0.4 % if a sum is rounded otherwise
-MIXED = [(name, ("--dropout", "0"), "2", 3e-2) for name in ("replicated", "pmap")]
+MIXED = [(name, ("--dropout", "0"), "2", 3e-2) for name in ("jit", "replicated", "pmap")]
 
 
 @pytest.mark.long
@@ -86,7 +86,7 @@ def test_losses_are_those_of_one_device(name, options, devices, tolerance):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["replicated", "pmap"])
+@pytest.mark.parametrize("name", ["jit", "replicated", "pmap"])
 def test_early_stop_and_resume_on_another_number_of_devices(name, tmp_path):
     whole = plain("--epochs", "2", *EXACT)
     arguments = ("--epochs", "2", *EXACT, "--checkpoint", str(tmp_path / "train.pt"))

@@ -1,0 +1,31 @@
+"""Steps of ``jit`` in four processes, compared with plain torch; ``test_training.py`` runs it."""
+
+import torch
+from _models import LAYOUTS, cut, made, placed
+from test_training import adamw, train
+
+import torchpmap as tp
+
+
+def main() -> None:
+    for kind in ("network", "transformer"):
+        plain = made(kind)
+        expected, _ = train(kind, plain, adamw(plain))
+        for layout in LAYOUTS:
+            model = placed(made(kind), layout)
+            losses, step = train(
+                kind,
+                model,
+                adamw(model),
+                lambda step: tp.jit(step, compile={"backend": "eager"}, fullgraph=True),
+                lambda batch, layout=layout: cut(batch, layout),
+            )
+            torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+            assert step.num_traces == 1
+            for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
+                whole = tp.multihost.all_gather(mine.detach())
+                torch.testing.assert_close(whole, right.detach(), atol=1e-8, rtol=0)
+
+
+if __name__ == "__main__":
+    main()
