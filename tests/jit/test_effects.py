@@ -4,15 +4,12 @@ Each case is a program; what is right is what it gives in plain torch.
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from _models import LINE, fully_sharded, placed
-from _support import EAGER
+from _cases import Cases, Plain, data
+from _models import LINE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,56 +18,7 @@ from torchpmap import P
 
 pytestmark = pytest.mark.usefixtures("pool")
 
-CASES: dict[str, tuple[Callable[..., list[Any]], int | None]] = {}
-
-
-@dataclass
-class Plain:
-    """How a case runs in plain torch."""
-
-    jitted: list[Any]
-
-    def jit(self, function: Any) -> Any:
-        return function
-
-    def put(self, x: Any) -> Any:
-        """A module, or a tensor whose rows may be cut."""
-        return x
-
-    def model(self, *layers: nn.Module) -> Any:
-        model = nn.Sequential(*(layers or (nn.Linear(8, 4),))).double()
-        for k, parameter in enumerate(model.parameters()):
-            parameter.data = data(k, *parameter.shape) / 2
-        return self.put(model)
-
-
-class OnDevices(Plain):
-    layout: str
-
-    def jit(self, function: Any) -> Any:
-        self.jitted.append(tp.jit(function, compile=EAGER, fullgraph=True))
-        return self.jitted[-1]
-
-    def put(self, x: Any) -> Any:
-        if isinstance(x, nn.Module):
-            return placed(x, self.layout)
-        spec = P() if self.layout == "replicated" else fully_sharded("", x.shape)
-        return tp.device_put(x, tp.NamedSharding(tp.make_mesh(*LINE), spec))
-
-
-def case(num_traces: int | None = None):
-    """``num_traces``: of all functions together, if it says something."""
-
-    def add(function):
-        CASES[function.__name__] = function, num_traces
-        return function
-
-    return add
-
-
-def data(seed=0, *shape, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*(shape or (8, 8)), dtype=dtype, generator=generator)
+CASES = Cases()
 
 
 def trained(on, model, optimizer, count=3, **options):
@@ -90,7 +38,7 @@ def trained(on, model, optimizer, count=3, **options):
 # -- gradients and optimizers ----------------------------------------------------------------------
 
 
-@case(4)  # without and with a gradient from before, each
+@CASES.add(4)  # without and with a gradient from before, each
 def accumulation_over_calls(on):
     model = on.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -116,7 +64,7 @@ def accumulation_over_calls(on):
     return [*losses, *model.parameters()]
 
 
-@case(2)
+@CASES.add(2)
 def gradients_that_are_set_to_zero(on):
     model = on.model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -124,7 +72,7 @@ def gradients_that_are_set_to_zero(on):
     return [*losses, *model.parameters(), *(p.grad for p in model.parameters())]
 
 
-@case(1)
+@CASES.add(1)
 def gradients_that_are_deleted_by_hand(on):
     weight = on.put(data()).requires_grad_()
 
@@ -138,7 +86,7 @@ def gradients_that_are_deleted_by_hand(on):
     return [weight.grad]
 
 
-@case(1)
+@CASES.add(1)
 def a_moving_average(on):
     model = on.model()
     average = [p.detach().clone() for p in model.parameters()]
@@ -158,7 +106,7 @@ def a_moving_average(on):
     return [*average, *model.parameters()]
 
 
-@case(3)  # then it is not frozen, and then it has a gradient, which nothing clears
+@CASES.add(3)  # then it is not frozen, and then it has a gradient, which nothing clears
 def frozen_and_tied_parameters(on):
     layer = nn.Linear(8, 8)
     model = on.model(layer, nn.Tanh(), layer, nn.Linear(8, 4))
@@ -179,7 +127,7 @@ def frozen_and_tied_parameters(on):
     return [*model.parameters(), model[3].bias.grad]
 
 
-@case()
+@CASES.add()
 def parameters_that_only_some_calls_use(on):
     model = on.model(nn.Linear(8, 4), nn.Linear(4, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -197,7 +145,7 @@ def parameters_that_only_some_calls_use(on):
     return [*model.parameters(), *steps]
 
 
-@case()
+@CASES.add()
 def two_optimizers_and_schedules(on):
     model = on.model()
     first = torch.optim.AdamW([model[0].weight], lr=0.1)
@@ -221,7 +169,7 @@ def two_optimizers_and_schedules(on):
     return list(model.parameters())
 
 
-@case(3)
+@CASES.add(3)
 def a_rate_that_the_function_reads(on):
     model = on.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -241,14 +189,14 @@ def a_rate_that_the_function_reads(on):
     return [*losses, *model.parameters()]
 
 
-@case(2)
+@CASES.add(2)
 def a_first_step_that_is_another(on):
     model = on.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
     return [*trained(on, model, optimizer), *model.parameters()]
 
 
-@case()
+@CASES.add()
 def state_that_is_loaded(on):
     model = on.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -269,7 +217,7 @@ def state_that_is_loaded(on):
     return list(model.parameters())
 
 
-@case(1)
+@CASES.add(1)
 def hooks_of_parameters(on):
     model = on.model()
     model[0].weight.register_hook(lambda grad: grad * 2)
@@ -283,7 +231,7 @@ def hooks_of_parameters(on):
     return [p.grad for p in model.parameters()]
 
 
-@case(2)
+@CASES.add(2)
 def gradients_of_an_argument(on):
     x = on.put(data()).requires_grad_()
     f = on.jit(lambda x: x.square().sum().backward())
@@ -295,7 +243,7 @@ def gradients_of_an_argument(on):
 # -- writes ----------------------------------------------------------------------------------------
 
 
-@case(2)
+@CASES.add(2)
 def views_and_aliases(on):
     w = on.put(data())
     columns, twin = w.T, w.detach()
@@ -316,7 +264,7 @@ def views_and_aliases(on):
     return [*results, w, columns, twin]
 
 
-@case(1)
+@CASES.add(1)
 def arguments_that_are_written(on):
     x, host = on.put(data()), data(1)
 
@@ -330,7 +278,7 @@ def arguments_that_are_written(on):
     return [x, host]
 
 
-@case(1)
+@CASES.add(1)
 def tensors_of_this_process(on):
     count = torch.zeros(3)
 
@@ -342,7 +290,7 @@ def tensors_of_this_process(on):
     return [f(on.put(data())), f(on.put(data())), count]
 
 
-@case()
+@CASES.add()
 def one_value_under_two_names(on):
     w, x = on.put(data()), on.put(data(1))
 
@@ -355,7 +303,7 @@ def one_value_under_two_names(on):
     return [f(x, on.put(data(2))), f(w, on.put(data(2))), f(x, x), w, x]
 
 
-@case(3)
+@CASES.add(3)
 def buffers_and_training_flags(on):
     model = on.model(nn.BatchNorm1d(8), nn.Dropout(0.0))
     f = on.jit(torch.no_grad()(lambda x: model(x)))
@@ -366,7 +314,7 @@ def buffers_and_training_flags(on):
     return [*results, f(on.put(data(3))), *model.buffers()]
 
 
-@case()
+@CASES.add()
 def what_is_closed_over_changes(on):
     model, settings = on.model(), {"factor": 2.0}
     f = on.jit(torch.no_grad()(lambda x: model(x) * settings["factor"]))
@@ -382,7 +330,7 @@ def what_is_closed_over_changes(on):
 # -- what is returned, and other transforms --------------------------------------------------------
 
 
-@case(1)
+@CASES.add(1)
 def results_of_all_kinds(on):
     model = on.model()
 
@@ -400,7 +348,7 @@ def results_of_all_kinds(on):
     return [found["y"], found["ones"], found["best"]]
 
 
-@case(1)
+@CASES.add(1)
 def function_transforms_inside(on):
     model = on.model()
 
@@ -418,14 +366,14 @@ def function_transforms_inside(on):
     return list(f(on.put(data())))
 
 
-@case(0)
+@CASES.add(0)
 def function_transforms_outside(on):
     w = on.put(data(1, 8))
     f = on.jit(lambda x: (x * w).sin().sum())
     return [torch.func.grad(f)(on.put(data())), torch.func.vmap(f)(on.put(data()))]
 
 
-@case(1)
+@CASES.add(1)
 def second_derivatives(on):
     model = on.model()
 
@@ -438,7 +386,7 @@ def second_derivatives(on):
     return list(f(on.put(data())))
 
 
-@case(1)
+@CASES.add(1)
 def checkpoints_of_activations(on):
     model = on.model(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
 
@@ -452,7 +400,7 @@ def checkpoints_of_activations(on):
     return [p.grad for p in model.parameters()]
 
 
-@case(1)
+@CASES.add(1)
 def functions_of_the_user(on):
     class Product(torch.autograd.Function):
         @staticmethod
@@ -476,7 +424,7 @@ def functions_of_the_user(on):
     return [w.grad]
 
 
-@case(1)
+@CASES.add(1)
 def autocast(on):
     model = on.put(on.model().float())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -495,7 +443,7 @@ def autocast(on):
     return [step(x, y), *model.parameters()]
 
 
-@case(1)
+@CASES.add(1)
 def loops(on):
     w = on.put(data() / 8).requires_grad_()
 
@@ -517,7 +465,7 @@ def loops(on):
     return [f(on.put(data(1))), w.grad]
 
 
-@case(1)
+@CASES.add(1)
 def mapped_functions_inside(on):
     if type(on) is Plain:
         return [data() * 2 + data().sum()]
@@ -528,21 +476,4 @@ def mapped_functions_inside(on):
     return [on.jit(lambda x: f(x))(on.put(data()))]
 
 
-@pytest.mark.filterwarnings("ignore:.*an argument shares its value with another")
-@pytest.mark.parametrize("layout", ["replicated", "fully sharded"])
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_plain_torch(name, layout):
-    run, num_traces = CASES[name]
-    expected = run(Plain([]))
-    on = OnDevices([])
-    on.layout = layout
-    for mine, right in zip(run(on), expected, strict=True):
-        if right is None:
-            assert mine is None
-            continue
-        tolerance = 1e-6 if right.dtype == torch.float32 else 1e-12
-        torch.testing.assert_close(
-            mine.detach().cpu(), right.detach(), atol=tolerance, rtol=tolerance
-        )
-    if num_traces is not None:
-        assert sum(each.num_traces for each in on.jitted) == num_traces
+test_as_in_plain_torch = CASES.tests()

@@ -1,0 +1,187 @@
+"""Covers: _transforms/jit.py and _trace/snapshot.py: what no graph can express, what is different in a
+later call, and values under two names.  Each case is a program; right is what torch gives.
+"""
+
+import pytest
+import torch
+from _cases import Cases, OnDevices, data
+from _models import LINE
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchpmap as tp
+from torchpmap import P
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+CASES = Cases()
+
+
+def stepped(on, weight, optimizer, also=lambda: None):
+    """Two jitted steps, of which each calls ``also``."""
+
+    @on.jit
+    def step(x):
+        optimizer.zero_grad()
+        (x @ weight).square().mean().backward()
+        optimizer.step()
+        also()
+
+    step(on.put(data(1)))
+    step(on.put(data(2)))
+    return step
+
+
+@CASES.add(fullgraph=False)
+def tensors_that_are_stored(on):
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("average", torch.zeros(8, 8, dtype=torch.float64))
+            self.seen = []
+
+        def forward(self, x):
+            self.average = self.average * 0.9 + x
+            self.seen.append(x.sum())
+            return self.average.sum()
+
+    model = on.put(Counter())
+    f = on.jit(lambda x: model(x))
+    return [f(on.put(data())), f(on.put(data(1))), model.average, *model.seen]
+
+
+@CASES.add(fullgraph=False)
+def a_schedule_inside(on):
+    weight = on.put(data()).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    stepped(on, weight, optimizer, schedule.step)
+    return [weight, torch.tensor([optimizer.param_groups[0]["lr"], schedule.last_epoch])]
+
+
+@CASES.add(fullgraph=False)
+def python_state_of_what_is_not_traced(on):
+    class Count:
+        calls = 0
+
+    calls = 0
+
+    @on.jit
+    def f(x):
+        nonlocal calls
+        calls += 1
+        Count.calls += 1
+        return x * calls if x.sum() > 0 else -x * calls
+
+    results = [f(on.put(data(k))) for k in range(3)]
+    return [*results, torch.tensor([calls, Count.calls])]
+
+
+@CASES.add()
+def parameter_groups_and_hooks_of_later(on):
+    weight, bias = on.put(data()).requires_grad_(), on.put(data(3, 8)).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    @on.jit
+    def step(x):
+        weight.grad = bias.grad = None
+        (x @ weight + bias).square().mean().backward()
+        optimizer.step()
+
+    step(on.put(data(1)))
+    optimizer.add_param_group({"params": [bias]})
+    step(on.put(data(1)))
+    handle = weight.register_hook(lambda grad: grad * 2)
+    step(on.put(data(1)))
+    handle.remove()
+    step(on.put(data(1)))
+    return [weight, bias]
+
+
+@CASES.add(fullgraph=False)
+def gradients_of_other_arguments(on):
+    f = on.jit(lambda x: x.square().sum().backward())
+    first, second = (on.put(data(k)).requires_grad_() for k in range(2))
+    for x in (first, first, second, second, second):
+        f(x)
+    computed = first * 2
+    computed.retain_grad()
+    f(computed)
+    return [first.grad, second.grad, computed.grad]
+
+
+@CASES.add()
+def objects_among_the_arguments(on):
+    class Scale:
+        factor = 2.0
+
+        def times(self, x):
+            return x * self.factor
+
+    scale, model = Scale(), on.model(nn.BatchNorm1d(8))
+    f = on.jit(lambda scale, x: scale.times(x))
+    g = on.jit(torch.no_grad()(lambda model, x: model(x)))
+    results = [f(scale, on.put(data())), g(model, on.put(data()))]
+    scale.factor = 3.0
+    model.eval()
+    return [*results, f(scale, on.put(data())), g(model, on.put(data()))]
+
+
+@CASES.add()
+def values_that_are_shared(on):
+    w, plain = on.put(data()), data(1)
+    part = plain[:4]
+
+    @on.jit
+    def f(x, y):
+        w.mul_(2)
+        y.add_(1)
+        return x + 1
+
+    @on.jit
+    def g():
+        plain.add_(1)
+        part.mul_(2)
+
+    results = [f(on.put(data(2)), on.put(data(3))), f(w.detach(), on.put(data(3))), f(w.T, w)]
+    g()
+    return [*results, w, plain]
+
+
+@CASES.add()
+def a_gradient_with_another_layout(on):
+    w = on.put(data()).requires_grad_()
+    f = on.jit(lambda x: (x @ w).square().sum().backward())
+    f(on.put(data(1)))
+    f(on.put(data(1)))
+    w.grad = w.grad.clone()
+    if type(on) is OnDevices:
+        sharding = tp.NamedSharding(tp.make_mesh(*LINE), P(None, "x"))
+        w.grad = tp.device_put(w.grad.detach(), sharding)
+    f(on.put(data(1)))
+    return [w.grad]
+
+
+@CASES.add()
+def code_in_the_backward_pass(on):
+    w, v = on.put(data()).requires_grad_(), on.put(data(1)).requires_grad_()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in (w, v)}
+
+    def step_and_clear(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    v.register_post_accumulate_grad_hook(step_and_clear)
+
+    @on.jit
+    def f(x):
+        w.grad = None
+        x = x.clone().requires_grad_()
+        (checkpoint(lambda x: (x @ w).tanh(), x, use_reentrant=True) @ v).sum().backward()
+
+    f(on.put(data(2)))
+    f(on.put(data(2)))
+    return [w.grad, v, v.grad]
+
+
+test_as_in_plain_torch = CASES.tests()
