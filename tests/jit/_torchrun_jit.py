@@ -1,8 +1,8 @@
-"""Steps of ``jit`` in four processes, compared with plain torch; ``test_training.py`` runs it."""
+"""Steps of ``jit`` in four processes, compared with plain torch; ``test_jit_training.py`` runs it."""
 
 import torch
 from _models import LAYOUTS, cut, made, placed
-from test_training import adamw, train
+from test_jit_training import adamw, train
 
 import torchpmap as tp
 

@@ -1,5 +1,5 @@
-"""Covers: _transforms/jit.py and _trace/snapshot.py: what no graph can express, what is different in a
-later call, and values under two names.  Each case is a program; right is what torch gives.
+"""Covers: _transforms/jit.py and _trace/snapshot.py: what no graph can express, what later calls have
+otherwise, and values under two names.  Each case is a program; right is what torch gives.
 """
 
 import pytest
