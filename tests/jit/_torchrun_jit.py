@@ -1,4 +1,4 @@
-"""Steps of ``jit`` in four processes, compared with plain torch; ``test_jit_training.py`` runs it."""
+"""Steps of ``jit`` in four processes, beside plain torch; ``test_jit_training.py`` runs it."""
 
 import torch
 from _models import LAYOUTS, cut, made, placed
