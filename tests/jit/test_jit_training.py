@@ -34,8 +34,8 @@ OPTIMIZERS = {
 }
 
 
-def train(kind, model, optimizer, jit=None, put=lambda batch: batch):
-    """The losses of some steps with clipping and a schedule, and the step."""
+def step_of(model, optimizer):
+    """A usual step, with clipping."""
 
     def step(x, y):
         optimizer.zero_grad()
@@ -45,7 +45,12 @@ def train(kind, model, optimizer, jit=None, put=lambda batch: batch):
         optimizer.step()
         return loss.detach()
 
-    step = step if jit is None else jit(step)
+    return step
+
+
+def train(kind, model, optimizer, jit=lambda step: step, put=lambda batch: batch):
+    """The losses of some steps with a schedule, and the step."""
+    step = jit(step_of(model, optimizer))
     schedule = CosineAnnealingLR(optimizer, 10)
     losses = []
     for batch in batches(kind, STEPS):
@@ -56,11 +61,6 @@ def train(kind, model, optimizer, jit=None, put=lambda batch: batch):
 
 def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def collectives(step, *arguments):
-    """How often a device calls each collective in a step."""
-    return Counter(each.name for each in step.lower(*arguments).cost().collectives)
 
 
 @pytest.mark.parametrize("compile", mostly_long([EAGER], True))
@@ -129,14 +129,9 @@ def test_each_optimizer(layout, name):
 def test_messages_of_a_step(kind, layout, expected):
     model = placed(made(kind), layout)
     (batch,) = batches(kind, 1)
-    step = train(
-        kind,
-        model,
-        adamw(model),
-        lambda step: tp.jit(step, compile=EAGER),
-        lambda batch: cut(batch, layout),
-    )[1]
-    assert collectives(step, *cut(batch, layout)) == expected
+    step = tp.jit(step_of(model, adamw(model)), compile=EAGER)
+    cost = step.lower(*cut(batch, layout)).cost()
+    assert Counter(each.name for each in cost.collectives) == expected
 
 
 @pytest.mark.long
