@@ -241,9 +241,6 @@ def is_traced() -> bool:
     return any(_mode_of(kind) for kind in (_modes.PROXY, _modes.FAKE))
 
 
-add_to_all: Callable[[list[torch.Tensor], int], None] = torch._foreach_add_
-"""Adds a number to each of several tensors, in one call."""
-
 # -- autograd --------------------------------------------------------------------------------------
 
 any_requires_grad = torch._C._any_requires_grad

@@ -144,7 +144,15 @@ def linked(tensor: Any) -> list[Any]:
 
 def is_linked(tensor: Any) -> bool:
     """Whether a write to ``tensor`` changes others too."""
-    return len(linked(tensor)) > 1
+    has_links = hasattr(tensor, "_aliases") or hasattr(tensor, "_views") or hasattr(tensor, "_view")
+    if not has_links:
+        return False
+    if len(linked(tensor)) > 1:
+        return True
+    for name in ("_aliases", "_views"):  # the others are gone: nothing to ask the next time
+        if hasattr(tensor, name):
+            delattr(tensor, name)
+    return False
 
 
 def share_values(targets: Sequence[Any], operands: Sequence[Any]) -> bool:

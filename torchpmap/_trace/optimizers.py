@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -29,7 +30,6 @@ from torchpmap._base.sources import users_line
 from torchpmap._base.tensor_numbers import TensorNumbers
 from torchpmap._base.torch_internals import (
     FakeTensor,
-    add_to_all,
     as_if_compiling,
     outside_modes,
     torch_function_off,
@@ -61,6 +61,8 @@ class Numbers:
         self.vector = torch.zeros(len(self._rates) + count, dtype=torch.float64)
         """Stands for the numbers of a call."""
         self._count = count
+        self._memory = [counter.numpy() for counter in self.counters]
+        """The same numbers; an operation of torch takes five times as long."""
         self._watched = Watched()
         self._watch(optimizer)
 
@@ -111,9 +113,10 @@ class Numbers:
 
     def advance(self) -> None:
         """Count the steps of a call."""
-        for steps in set(self._steps.values()):
-            places = [place for place, each in self._steps.items() if each == steps]
-            add_to_all([self.counters[place] for place in places], steps)
+        for place, steps in self._steps.items():
+            self._memory[place] += steps
+        if self._steps:
+            increment_version([self.counters[place] for place in self._steps])
 
 
 class Optimizers:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from torchpmap._base.ambient import ambient
 from torchpmap._base.devices import Device
@@ -25,7 +26,7 @@ from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import constrained, wishes
 from torchpmap._sharded.device_put import handle_of
-from torchpmap._sharded.tensor import ShardedTensor, make_sharded
+from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded
 from torchpmap._sharded.transfer import gather
 from torchpmap._sharded.views import is_linked, linked, write
 from torchpmap._trace.capture import is_real
@@ -145,6 +146,10 @@ class _Value(NamedTuple):
     target: _Target
     layout: Layout
 
+    def closed_over(self) -> Any:
+        """The tensor, if it is the same in each call, and lies as it did in the first."""
+        return self.target.tensor if isinstance(self.target, _Same) else None
+
     def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
         return handle_of(self.target.of(tensors), self.layout)
 
@@ -153,6 +158,9 @@ class _Kept(NamedTuple):
     """A tensor of this process, or the key of random numbers, as an input."""
 
     captured: Captured
+
+    def closed_over(self) -> None:
+        return None
 
     def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
         return self.captured.handle()
@@ -163,6 +171,9 @@ class _Numbers(NamedTuple):
 
     numbers: Numbers
     layout: Layout
+
+    def closed_over(self) -> None:
+        return None
 
     def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
         return handle_of(self.numbers.read(), self.layout)
@@ -204,6 +215,7 @@ class Program:
         self._find_targets(traced, tensors)
         self._inputs = [self._input(x, seed, place(x), traced) for x in traced.captured]
         self._inputs += [_Value(_Argument(k), place(x)) for k, x in enumerate(tensors)]
+        self._direct = [each.closed_over() for each in self._inputs]
         del self._places
         inputs = list(map(place, (*traced.captured, *tensors)))
         kept = [place(x) for x in (*traced.written, *traced.graded)]
@@ -246,7 +258,7 @@ class Program:
         ]
         numbers = {id(each.vector) for each in self._numbers}
         self._closed = [x for x in traced.met if id(x) not in grad_of and id(x) not in numbers]
-        self._kinds = list(map(_kind, self._closed))
+        self._kinds = _kinds(self._closed)
         self._hooked = [(target(x), _hooks(x)) for x in traced.leaves]
         self._own = {
             id(x): x for x in (*self._closed, *traced.written) if id(x) not in self._places
@@ -263,7 +275,7 @@ class Program:
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all is as it was when the function was traced, but for values."""
-        if not self.plan.holds() or list(map(_kind, self._closed)) != self._kinds:
+        if not self.plan.holds() or _kinds(self._closed) != self._kinds:
             return False
         for target, layout in self._asked:
             if _layout_of_gradient(target.of(tensors)) != layout:
@@ -290,30 +302,30 @@ class Program:
         return len({x.untyped_storage()._cdata for x in plain}) < len(plain)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        plan, num = self.plan, self._num_results
-        held = [each.handle(tensors) for each in self._inputs]
+        held = [
+            each.handle(tensors) if same is None else same._handle
+            for same, each in zip(self._direct, self._inputs, strict=True)
+        ]
         targets = [target.of(tensors) for target in self._written]
         graded = [target.of(tensors) for target in self._graded]
+        alone = [x for x in targets if type(x) is ShardedTensor and not is_linked(x)]
 
         def give_up() -> None:
             for leaf in (*graded, *(target.of(tensors) for target in self._cleared)):
                 leaf.grad = None
-            for each in targets:
-                if type(each) is ShardedTensor and not is_linked(each):
-                    each._handle = None
+            for each in alone:
+                each._handle = None
 
-        handles = plan.run(held, None, give_up)
-        made = list(zip(plan.outputs, handles, strict=True))
-        results = [make_sharded(*each) for each in made[:num]]
-        written = list(zip(targets, made[num:], strict=False))
-        for leaf, each in zip(graded, made[num + len(written) :], strict=True):
-            leaf.grad = make_sharded(*each)
+        handles = self.plan.run(held, None, give_up)
+        num, outputs = self._num_results, self.plan.outputs
+        first = num + len(targets)
+        grads = make_all(outputs[first:], handles[first:])
+        for leaf, grad in zip(graded, grads, strict=True):
+            leaf.grad = grad
         for numbers in self._numbers:
             numbers.advance()
-        # those of this process last: to fetch them may raise
-        for target, each in sorted(written, key=lambda pair: type(pair[0]) is not ShardedTensor):
-            _write(target, *each)
-        return self._tree.unflatten(self._returned(results, tensors))
+        _write_all(targets, outputs[num:first], handles[num:first])
+        return self._tree.unflatten(self._returned(make_all(outputs[:num], handles[:num]), tensors))
 
     def _returned(self, results: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
         rest = iter(results)
@@ -382,24 +394,31 @@ def _hooks(leaf: torch.Tensor) -> tuple[int, ...]:
     return (*(leaf._backward_hooks or ()), *(leaf._post_accumulate_grad_hooks or ()))
 
 
-def _kind(tensor: Any) -> Any:
-    """What must not change of a tensor that a function closes over."""
-    where = tensor._layout if type(tensor) is ShardedTensor else (tensor.shape, tensor.dtype)
-    return where, tensor.requires_grad
+def _kinds(tensors: Sequence[Any]) -> Any:
+    """What must not change of tensors that a function closes over."""
+    where = [x._layout if type(x) is ShardedTensor else (x.shape, x.dtype) for x in tensors]
+    return where, [x.requires_grad for x in tensors]
 
 
-def _write(target: torch.Tensor, layout: Layout, handle: Handle) -> None:
-    """Give a tensor of the caller's its new value."""
-    if type(target) is not ShardedTensor:
+def _write_all(
+    targets: Sequence[torch.Tensor], layouts: Sequence[Layout], handles: Sequence[Handle]
+) -> None:
+    """Give tensors of the caller's their new values."""
+    plain = []
+    for target, layout, handle in zip(targets, layouts, handles, strict=True):
+        if type(target) is not ShardedTensor:
+            plain.append((target, layout, handle))
+        elif target._handle is None:
+            target._layout, target._handle = layout, handle
+        else:
+            write(target, handle, make_sharded)
+    try:
+        increment_version(targets)
+    except RuntimeError:  # tensors of inference mode have no version
+        increment_version([x for x in targets if not x.is_inference()])
+    for target, layout, handle in plain:  # last, as to fetch them may raise
         with torch.no_grad():
             target.copy_(gather(layout, handle))
-        return
-    if target._handle is None:
-        target._layout, target._handle = layout, handle
-    else:
-        write(target, handle, make_sharded)
-    if not target.is_inference():
-        torch.autograd.graph.increment_version(target)
 
 
 def _wish_for_gradient(real: torch.Tensor, stand_in: torch.Tensor) -> None:
