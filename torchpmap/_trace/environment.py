@@ -121,10 +121,6 @@ class Environment:
         """All that is reached."""
         return [] if self._walk is None else self._walk.objects()
 
-    def by_name(self) -> list[Any]:
-        """The instances of classes of which only what the code mentions is watched."""
-        return [] if self._walk is None else self._walk.by_name
-
     def change(self) -> str:
         """What has changed since it was noted, as logs say it."""
         origin = self._changed_meanwhile or "the function itself"

@@ -53,8 +53,6 @@ class Walk:
     def __init__(self, by_name: tuple[type, ...] = ()) -> None:
         """``by_name``: classes; of an instance only what the code mentions is watched."""
         self._by_name = by_name
-        self.by_name: list[Any] = []
-        """The instances of these that were met."""
         self.watched = Watched()
         self.tensors: list[torch.Tensor] = []
         self.unwatched: str | None = None
@@ -158,7 +156,6 @@ class Walk:
             self._tensor(value, origin)
         elif isinstance(value, self._by_name):
             self._owners.append((vars(value), set(), set(), origin))
-            self.by_name.append(value)
         elif isinstance(value, np.ndarray):
             self.watched.add_read(ArrayContents(value).same, Place(origin))
             for item in value.ravel().tolist() if value.dtype == object else ():

@@ -8,10 +8,11 @@ an object: later calls run the graph, and would find it there.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterable, Iterator
 from types import CellType, FunctionType
 from typing import Any
+
+import torch
 
 from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import FakeTensor
@@ -21,16 +22,22 @@ _DEPTH = 5
 
 
 class Snapshot:
-    """``objects``: what the function reaches; containers in their attributes are found here."""
+    """``objects``: what the function reaches; containers in their attributes are found here.
 
-    def __init__(self, objects: Iterable[Any]) -> None:
+    Instances of other packages are left alone, since their threads may change them meanwhile; but
+    for modules, and for ``also``: optimizers and the like.
+    """
+
+    def __init__(self, objects: Iterable[Any], also: tuple[type, ...] = ()) -> None:
         self._tables: dict[int, tuple[Any, Any]] = {}
-        """By id: a dict, list, set or deque, and a copy."""
+        """By id: a dict, list or set, and a copy."""
         self._cells: list[tuple[CellType, Any]] = []
         self._classes: list[tuple[type, dict[str, Any]]] = []
         self._globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        own = (*_TABLES, torch.nn.Module, *also)
         for each in objects:
-            self._add(each, _DEPTH)
+            if isinstance(each, own) or not is_foreign(type(each).__module__):
+                self._add(each, _DEPTH)
             if isinstance(each, FunctionType):
                 self._add_function(each)
             elif isinstance(each, type) and not is_foreign(each.__module__):
@@ -90,7 +97,7 @@ class Snapshot:
         return None
 
 
-_TABLES = (dict, list, set, deque)
+_TABLES = (dict, list, set)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

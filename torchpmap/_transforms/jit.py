@@ -169,9 +169,9 @@ class Jitted(Generic[_P, _R]):
         with ExitStack() as stack:
             for environment in environments:
                 stack.enter_context(environment.tracing())
-            snapshot = Snapshot(x for each in environments for x in each.objects())
+            reached = [x for each in environments for x in each.objects()]
+            snapshot = Snapshot(reached, _BY_NAME)
             try:
-                reached = (x for each in environments for x in each.by_name())
                 optimizers = [x for x in reached if isinstance(x, Optimizer)]
                 program = Program(call, self._options, optimizers)
                 self._refuse_leaks(snapshot)
