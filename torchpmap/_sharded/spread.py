@@ -153,6 +153,7 @@ class Spread:
         others.
         """
         sums: dict[tuple[Node, Cut], None] = {}
+        wished: dict[tuple[Node, Cut], None] = {}  # as gradients are: most have time
         later = []
         for node in nodes:
             is_ready = all(source in self._values for source in node.all_input_nodes)
@@ -162,14 +163,17 @@ class Spread:
             try:
                 self._values[node] = self._written(node)
             except _Waits as wait:
-                sums |= dict.fromkeys(wait.sums)
                 later.append(node)
-                waiting = {source: self._values[source].num_bytes for source, _ in sums}
-                if sum(waiting.values()) > BUCKET_BYTES:
-                    self._add_up(sums)
-                    sums = {}
-        self._add_up(sums)
+                waiting = wished if node in self.wishes else sums
+                waiting |= dict.fromkeys(wait.sums)
+                if self._num_bytes(waiting) > BUCKET_BYTES:
+                    self._add_up(waiting)
+                    waiting.clear()
+        self._add_up([*sums, *wished])
         return later
+
+    def _num_bytes(self, sums: Iterable[tuple[Node, Cut]]) -> int:
+        return sum(self._values[node].num_bytes for node in {node for node, _ in sums})
 
     def _finish(self, results: Sequence[Any], wanted: Sequence[Cut | None]) -> None:
         while True:
