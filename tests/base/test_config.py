@@ -122,6 +122,6 @@ def test_repr():
     assert repr(settings) == (
         "<torchpmap settings: Config(num_devices=2, device_type=None, warm=True, timeout=None, "
         "shared_memory=True, runtime='auto', check_captured=True, "
-        "log_compiles=False, progress=True, traceback='folded')>"
+        "log_compiles=False, progress=True, traceback='folded', gathers='allow')>"
     )
     assert type(config.config) is Settings

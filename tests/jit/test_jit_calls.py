@@ -181,3 +181,25 @@ def test_inside_of_mapped_functions_it_is_the_function():
     with tp.debug.fake_pmap():
         assert torch.equal(f(X), X * 2)
     assert f.num_traces == 0
+
+
+def test_a_setting_tells_of_gathers(monkeypatch):
+    x, w = on(P("x")), on(P("x"), X[:4])
+    moved = "float32.4, 4. from PartitionSpec.'x',. to PartitionSpec.. .64 B."
+    monkeypatch.setattr(tp.config, "gathers", "raise")
+    with pytest.raises(RuntimeError, match=rf"operands are resharded: aten\.mm\.default: {moved}"):
+        jit(lambda x: x @ w)(x)
+    with pytest.raises(
+        RuntimeError, match=r"^aten\.cumsum\.default gathers \(128 B\), at .*'raise'"
+    ):
+        x.cumsum(0)
+    assert torch.equal((x * 2).cpu(), X * 2)  # which is no gather
+    monkeypatch.setattr(tp.config, "gathers", "warn")
+    with pytest.warns(UserWarning, match=r"aten\.cumsum\.default gathers"):
+        assert torch.equal(x.cumsum(0).cpu(), X.cumsum(0))
+    with pytest.warns(UserWarning, match=r"^jit\(<lambda>\): operands are resharded"):
+        assert torch.equal(jit(lambda x: x @ w)(x).cpu(), X @ X[:4])
+    with pytest.raises(
+        ValueError, match="gathers must be 'allow', 'warn' or 'raise', but got 'no'"
+    ):
+        tp.config.gathers = "no"

@@ -2,10 +2,10 @@
 
 An assignment is checked at once, and applies at once (``timeout``: not to what already waits;
 ``check_captured``: when a tensor is next sent; ``log_compiles`` and ``progress``: at the next
-trace; ``traceback``: when an exception is next raised).  What the devices read when they start
-(``num_devices``, ``device_type``, ``warm``, ``shared_memory``, and ``runtime`` but for "inline")
-cannot be assigned another value while they run.  Variables are read when the devices start, where a
-bad one is reported by name.
+trace; ``traceback``: when an exception is next raised; ``gathers``: at the next operation).  What
+the devices read when they start (``num_devices``, ``device_type``, ``warm``, ``shared_memory``, and
+``runtime`` but for "inline") cannot be assigned another value while they run.  Variables are read
+when the devices start, where a bad one is reported by name.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torchpmap._base.devices import PLATFORMS
 MAX_DEVICES = 256
 RUNTIMES = ("auto", "local", "torchrun", "inline")
 TRACEBACKS = ("folded", "full")
+GATHERS = ("allow", "warn", "raise")
 PATIENCE_S = 1800.0
 """How long processes wait for each other if no timeout is set."""
 _LONGEST_S = 1e9
@@ -53,6 +54,9 @@ class Config:
         progress: whether a line on the terminal, or in the cell of a notebook, says what is traced
             or compiled when that takes more than 2 s.
         traceback: ``"folded"`` (tracebacks show the frames of the user's code only) or ``"full"``.
+        gathers: what follows when an operation on sharded tensors fetches its operands, an argument
+            is moved, or a function of ``jit`` is traced whose operands must be resharded:
+            ``"allow"``, ``"warn"`` or ``"raise"``.
     """
 
     num_devices: int | None = None
@@ -65,6 +69,7 @@ class Config:
     log_compiles: bool = False
     progress: bool = True
     traceback: str = "folded"
+    gathers: str = "allow"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -114,6 +119,7 @@ class Settings:
     log_compiles: bool
     progress: bool
     traceback: str
+    gathers: str
     is_inline: bool
     """Whether ``runtime`` is ``"inline"``; every call asks, so it is cached until an assignment or
     ``reset``.
@@ -230,6 +236,12 @@ def _check_traceback(name: str, value: Any) -> str:
     return str(value)
 
 
+def _check_gathers(name: str, value: Any) -> str:
+    if value not in GATHERS:
+        raise ValueError(f"{name} must be 'allow', 'warn' or 'raise', but got {value!r}.")
+    return str(value)
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "num_devices": _check_num_devices,
     "device_type": _check_device_type,
@@ -241,6 +253,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "log_compiles": _check_flag,
     "progress": _check_flag,
     "traceback": _check_traceback,
+    "gathers": _check_gathers,
 }
 
 config = Settings()

@@ -16,7 +16,8 @@ from typing import Any
 from torch.fx import GraphModule
 from torch.nn.modules import module
 
-from torchpmap._base.errors import warn
+from torchpmap._base.config import config
+from torchpmap._base.errors import size_text, warn
 from torchpmap._base.sources import users_frames
 from torchpmap._sharded.memory import Remote
 
@@ -77,11 +78,22 @@ def note_gather(func: Any, num_bytes: int) -> None:
     """
     if func is not MOVE:
         _warn_of_module(str(func))
+    if config.gathers != "allow":
+        what = "an argument is moved to another layout" if func is MOVE else f"{func} gathers"
+        tell_of_gather(f"{what} ({size_text(num_bytes)}), at {_call_site()}")
     reports = _reports.get()
     if reports:
         gather = Gather(_call_site(), str(func), num_bytes)
         for report in reports:
             report.append(gather)
+
+
+def tell_of_gather(text: str) -> None:
+    """Warn, or raise ``RuntimeError``, if ``tp.config.gathers`` says so."""
+    if config.gathers == "raise":
+        raise RuntimeError(f"{text}; tp.config.gathers is 'raise'.")
+    if config.gathers == "warn":
+        warn(f"{text}.")
 
 
 _warned: set[tuple[type, str]] = set()

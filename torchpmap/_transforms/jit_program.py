@@ -26,6 +26,7 @@ from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import constrained, wishes
 from torchpmap._sharded.device_put import handle_of
+from torchpmap._sharded.gather_report import tell_of_gather
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded
 from torchpmap._sharded.transfer import gather
 from torchpmap._sharded.views import is_linked, linked, write
@@ -230,6 +231,10 @@ class Program:
         wanted = [*([None] * traced.num_results), *kept]
         target = options.target(grid, seed)
         self.plan, self.resharded = plan_of(target, traced, inputs, weights, wanted)
+        if self.resharded:
+            few = "; ".join(map(str, self.resharded[:3]))
+            more = f"; and {len(self.resharded) - 3} more" if len(self.resharded) > 3 else ""
+            tell_of_gather(f"{options.prefix}: operands are resharded: {few}{more}")
 
     def _input(
         self, x: torch.Tensor, seed: torch.Tensor, layout: Layout, traced: WholeTrace
