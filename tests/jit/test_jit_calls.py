@@ -1,9 +1,12 @@
 """Covers: _transforms/jit.py: what is traced again, what is not traced, and errors."""
 
+import copy
+import threading
+
 import pytest
 import torch
 from _models import LINE, SQUARE, cut, made, placed
-from _support import EAGER
+from _support import EAGER, beside
 
 import torchpmap as tp
 from torchpmap import P
@@ -203,3 +206,45 @@ def test_a_setting_tells_of_gathers(monkeypatch):
         ValueError, match="gathers must be 'allow', 'warn' or 'raise', but got 'no'"
     ):
         tp.config.gathers = "no"
+
+
+def test_what_other_threads_write_during_a_trace_stays():
+    log, begun, written = [], threading.Event(), threading.Event()
+
+    def other():
+        begun.wait()
+        log.append("other")
+        written.set()
+
+    def f(x):
+        if not written.is_set():
+            begun.set()
+            written.wait()
+        assert log
+        return x + 1 if x.sum() > 0 else x
+
+    with beside(other), pytest.warns(UserWarning, match="running operation by operation"):
+        jit(f)(X)
+    assert log == ["other"]
+
+
+def test_attention_whose_heads_are_cut():
+    torch.manual_seed(0)
+    plain = torch.nn.MultiheadAttention(8, 2, batch_first=True).double()
+    mesh = tp.make_mesh(*SQUARE)
+    cut_rows = {"out_proj.weight": P(None, "y")}
+    model = tp.shard_module(copy.deepcopy(plain), cut_rows, mesh)
+    x = torch.randn(8, 6, 8, dtype=torch.float64)
+
+    def step(model):
+        def f(x):
+            loss = model(x, x, x, need_weights=False)[0].abs().amax(0).mean()
+            loss.backward()
+            return loss.detach()
+
+        return f
+
+    loss = jit(step(model), fullgraph=True)(on(P("x"), x, SQUARE))
+    torch.testing.assert_close(loss.cpu(), step(plain)(x), rtol=1e-12, atol=0)
+    for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), right.grad, rtol=1e-9, atol=1e-12)

@@ -2,6 +2,8 @@
 otherwise, and values under two names.  Each case is a program; right is what torch gives.
 """
 
+from collections import deque
+
 import pytest
 import torch
 from _cases import Cases, OnDevices, data
@@ -182,6 +184,60 @@ def code_in_the_backward_pass(on):
     f(on.put(data(2)))
     f(on.put(data(2)))
     return [w.grad, v, v.grad]
+
+
+@CASES.add(fullgraph=False)
+def tensors_that_are_stored_deep_inside(on):
+    class Cache:
+        __slots__ = ("last",)
+        best = None
+
+    cache, recent, found = Cache(), deque(maxlen=3), {}
+
+    @on.jit
+    def f(x):
+        cache.last = x * 2
+        Cache.best = x.sum()
+        recent.append(x * 3)
+        found["results"] = {"x": (x * 4, [x * 5])}
+        return x.sum()
+
+    f(on.put(data()))
+    f(on.put(data(1)))
+    last, more = found["results"]["x"]
+    return [cache.last, Cache.best, *recent, last, *more]
+
+
+@CASES.add(fullgraph=False)
+def a_variable_that_is_deleted(on):
+    count = [1]
+
+    @on.jit
+    def f(x):
+        nonlocal count
+        del count
+        return x * 2 if x.sum() > 100 else x
+
+    return [f(on.put(data()))]
+
+
+@CASES.add()
+def matrices_that_are_not_contiguous(on):
+    x = on.put(data(0, 4, 4)).requires_grad_()
+
+    @on.jit
+    def f(x):
+        x.grad = None
+        (torch.linalg.det(x.t()) + torch.linalg.slogdet(torch.cat([x, x], 1)[:, :4])[1]).backward()
+
+    f(x)
+    return [x.grad]
+
+
+@CASES.add(fullgraph=False)
+def elements_by_their_places_in_memory(on):
+    f = on.jit(lambda x: x.t().as_strided((3, 2), (1, 8)))
+    return [f(on.put(data()))]
 
 
 test_as_in_plain_torch = CASES.tests()

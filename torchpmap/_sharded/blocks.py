@@ -79,6 +79,11 @@ def stored(block: torch.Tensor) -> torch.Tensor:
     return block.clone(memory_format=torch.contiguous_format)
 
 
+def in_columns(matrix: torch.Tensor) -> torch.Tensor:
+    """The same matrices, stored by columns."""
+    return matrix.mT.contiguous().mT
+
+
 def exchanged(block: torch.Tensor, dim: int, other: int, size: int, group: str) -> torch.Tensor:
     """The blocks of a group joined along ``dim``, and cut along ``other``: a device sends each of
     the others the part that it keeps.  Contiguous.

@@ -46,6 +46,12 @@ _aten = torch.ops.aten
 
 Steps = list[tuple[int, ...]]
 
+WITHOUT_STRIDES = {
+    _aten.view.default: _aten.reshape.default,
+    _aten._unsafe_view.default: _aten.reshape.default,
+}
+"""Operations that rely on strides, which blocks that were sent do not keep -> those that do not."""
+
 
 class Emitter:
     """The graph of a device of a grid, as far as it is written."""
@@ -178,6 +184,7 @@ class Emitter:
         if operation.rounds_parts and arguments.get("dtype") in ROUNDED:
             arguments = arguments | {"dtype": ROUNDED[arguments["dtype"]]}
         args, kwargs = positional(func, filled(arguments, blocks))
+        func = WITHOUT_STRIDES.get(func, func)
         name = name_of(operation.call.func)
         if name in INSTEAD:
             args = (name, *self.group(operation.placement.over), *args)

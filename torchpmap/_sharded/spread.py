@@ -25,12 +25,12 @@ from torchpmap._base.pytree import tree_flatten
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._layout.grid import Cut, trimmed
 from torchpmap._sharded.arguments import Slot, Unsupported, facts_of, plain
-from torchpmap._sharded.blocks import added_and_cut, added_up
+from torchpmap._sharded.blocks import added_and_cut, added_up, in_columns
 from torchpmap._sharded.choice import chosen
 from torchpmap._sharded.on_blocks import OnBlocks, described
 from torchpmap._sharded.rules.signature import Call
 from torchpmap._sharded.rules.table import rule_of
-from torchpmap._sharded.spmd import Emitter
+from torchpmap._sharded.spmd import WITHOUT_STRIDES, Emitter
 from torchpmap._sharded.trial import Trial, meta
 from torchpmap._sharded.unforeseen import name_of
 
@@ -54,6 +54,14 @@ _OF_SHAPES = frozenset(
     ]
 )
 """They ask for the shape and dtype of a tensor only, which need not be added up."""
+
+
+_OF_MEMORY = frozenset(["_linalg_det", "_linalg_slogdet"])
+"""What torch does in the backward pass depends on whether their matrix was contiguous."""
+
+
+class NotOnBlocks(Exception):  # a verdict: the front end decides what it means
+    """The graph cannot be written for devices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,6 +241,10 @@ class Spread:
         if node.target is operator.getitem:
             source: Any = node.args[0]
             return self._values[source][node.args[1]]
+        if node.target is _aten.as_strided.default:
+            value = node.all_input_nodes[0].meta["val"]
+            if not value.is_contiguous() or value.storage_offset():
+                raise NotOnBlocks("it takes elements by their places in memory (as_strided)")
         if node in self.wishes:
             return self._constrained(node.args[0], self.wishes[node])
         if isinstance(node.target, OpOverload) and _tensors(node.meta.get("val")):
@@ -251,7 +263,8 @@ class Spread:
         self._wait_for(node.all_input_nodes)
         given = {source: self._brought(node, source, ()) for source in node.all_input_nodes}
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
-        function: Any = node.target
+        target: Any = node.target
+        function = WITHOUT_STRIDES.get(target, target)
         made, whole = self.emitter.call(function, *args, **kwargs), node.meta.get("val", ())
         if isinstance(whole, torch.Tensor):
             return self._values_of(node, [made], [()])
@@ -304,6 +317,8 @@ class Spread:
         blocks = [
             self._brought(node, source, placement.operands[k]) for k, source in enumerate(sources)
         ]
+        if name_of(func) in _OF_MEMORY and not sources[0].meta["val"].is_contiguous():
+            blocks[0] = self.emitter.call(in_columns, blocks[0])
         made = self.emitter.parts(operation, blocks)
         is_weight = bool(values) and values[0].is_weight and (func.is_view or func in _COPIES)
         return self._values_of(

@@ -82,7 +82,7 @@ class Environment:
         """
         if self._walk is None or not self._watched.same():
             self.refresh()
-        before, is_alone = self._walk, not _others_run()
+        before, is_alone = self._walk, not others_run()
         assert before is not None
         yield
         stores = before.stores
@@ -158,7 +158,7 @@ class Environment:
         )
 
 
-def _others_run() -> bool:
+def others_run() -> bool:
     """Whether another thread is in code of the user's."""
     mine = threading.get_ident()
     for thread, frame in sys._current_frames().items():

@@ -7,8 +7,8 @@ an object: later calls run the graph, and would find it there.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType
 from typing import Any
 
@@ -16,9 +16,12 @@ import torch
 
 from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import FakeTensor
+from torchpmap._trace.environment import others_run
 
 _DEPTH = 5
 """Of containers in attributes: ``optimizer.state[p]["exp_avg"]`` is one of 3."""
+_MISSING = object()
+_TABLES = (dict, list, set, deque)
 
 
 class Snapshot:
@@ -29,75 +32,71 @@ class Snapshot:
     """
 
     def __init__(self, objects: Iterable[Any], also: tuple[type, ...] = ()) -> None:
+        self._others_run = others_run()
         self._tables: dict[int, tuple[Any, Any]] = {}
-        """By id: a dict, list or set, and a copy."""
-        self._cells: list[tuple[CellType, Any]] = []
-        self._classes: list[tuple[type, dict[str, Any]]] = []
-        self._globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        own = (*_TABLES, torch.nn.Module, *also)
+        """By id: a container, and a copy."""
+        self._places: list[tuple[Any, str, Any]] = []
+        """Owners of names: a cell, a class, or the globals of a module; what was there."""
+        own = (*_TABLES, torch.nn.Module, FunctionType, *also)
         for each in objects:
             if isinstance(each, own) or not is_foreign(type(each).__module__):
                 self._add(each, _DEPTH)
             if isinstance(each, FunctionType):
-                self._add_function(each)
+                known = each.__globals__
+                for cell in each.__closure__ or ():
+                    self._note(cell, "cell_contents")
+                for name in each.__code__.co_names:
+                    self._note(known, name)
             elif isinstance(each, type) and not is_foreign(each.__module__):
-                self._classes.append((each, dict(vars(each))))
+                for name in vars(each).keys() - {"__dict__", "__weakref__"}:
+                    self._note(each, name)
+            for name in _slots(each):
+                self._note(each, name)
 
-    def _add_function(self, function: FunctionType) -> None:
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # not assigned yet
-                self._cells.append((cell, cell.cell_contents))
-        known = function.__globals__
-        names = [name for name in function.__code__.co_names if name in known]
-        self._globals.append((known, {name: known[name] for name in names}))
+    def _note(self, owner: Any, name: str) -> None:
+        self._places.append((owner, name, _read(owner, name)))
 
     def _add(self, value: Any, depth: int) -> None:
         table = value if isinstance(value, _TABLES) else _attributes(value)
         if table is None or id(table) in self._tables:
             return
-        self._tables[id(table)] = table, _copied(table)
+        copy = dict(table) if isinstance(table, dict) else list(table)
+        self._tables[id(table)] = table, copy
         if depth:
-            for item in _items(table):
+            for item in _items(copy):
                 if isinstance(item, _TABLES):
                     self._add(item, depth - 1)
 
     def restore(self) -> None:
-        """Take back what has changed."""
+        """Take back what has changed; but not of lists, if other threads may have added to them."""
+        is_alone = not (self._others_run or others_run())
         for table, copy in self._tables.values():
-            if not _same(table, copy):
-                _assign(table, copy)
-        for cell, contents in self._cells:
-            if cell.cell_contents is not contents:
-                cell.cell_contents = contents
-        for kind, attributes in self._classes:
-            for name, x in attributes.items():
-                if vars(kind).get(name) is not x:
-                    setattr(kind, name, x)
-        for known, values in self._globals:
-            known.update({name: x for name, x in values.items() if known.get(name) is not x})
+            if isinstance(table, dict):
+                _restore_dict(table, copy)
+            elif is_alone and not _same(table, copy):
+                table.clear()
+                (table.update if isinstance(table, set) else table.extend)(copy)
+            elif not isinstance(table, set):
+                for place in reversed(range(len(table))):
+                    if _has_traced(table[place]):
+                        del table[place]
+        for owner, name, value in self._places:
+            if _read(owner, name) is not value:
+                _write(owner, name, value)
 
     def leaked(self) -> str | None:
         """Where a tensor of a trace is that was not there; None if nowhere."""
         for table, copy in self._tables.values():
-            if _same(table, copy):
-                continue
-            names = table if isinstance(table, dict) else range(len(table))
-            for name, item in zip(names, _items(table), strict=True):
-                if isinstance(item, FakeTensor) or any(
-                    isinstance(inner, FakeTensor)
-                    for inner in (_items(item) if isinstance(item, (*_TABLES, tuple)) else ())
-                ):
-                    return repr(name)
-        if any(isinstance(cell.cell_contents, FakeTensor) for cell, _ in self._cells):
-            return "in a variable"
-        for known, values in self._globals:
-            for name in values:
-                if isinstance(known.get(name), FakeTensor):
-                    return repr(name)
+            if not _same(table, copy):
+                names = list(table) if isinstance(table, dict) else range(len(table))
+                for name, item in zip(names, _items(table), strict=False):
+                    if _has_traced(item):
+                        return repr(name)
+        for owner, name, value in self._places:
+            now = _read(owner, name)
+            if now is not value and _has_traced(now):
+                return "a variable" if isinstance(owner, CellType) else repr(name)
         return None
-
-
-_TABLES = (dict, list, set)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
@@ -108,29 +107,65 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     return table if type(table) is dict else None
 
 
+def _slots(value: Any) -> Iterator[str]:
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        if not is_foreign(kind.__module__):
+            yield from (names,) if isinstance(names, str) else names
+
+
 def _items(table: Any) -> Iterator[Any]:
     return iter(list(table.values() if isinstance(table, dict) else table))
-
-
-def _copied(table: Any) -> Any:
-    """The items in their order, whatever class of container it is."""
-    return dict(table) if isinstance(table, dict) else list(table)
 
 
 def _same(table: Any, copy: Any) -> bool:
     if len(table) != len(copy):
         return False
     if isinstance(table, dict):
-        return all(
-            a is b and x is y
-            for (a, x), (b, y) in zip(list(table.items()), copy.items(), strict=False)
-        )
+        return all(copy.get(name, _MISSING) is item for name, item in list(table.items()))
     return all(a is b for a, b in zip(list(table), copy, strict=False))
 
 
-def _assign(table: Any, copy: Any) -> None:
-    table.clear()
-    if isinstance(table, dict | set):
-        table.update(copy)
-    else:
-        table.extend(copy)
+def _restore_dict(table: dict[Any, Any], copy: dict[Any, Any]) -> None:
+    for name in [name for name in list(table) if name not in copy]:
+        del table[name]
+    for name, item in copy.items():
+        if table.get(name, _MISSING) is not item:
+            table[name] = item
+
+
+def _read(owner: Any, name: str) -> Any:
+    if isinstance(owner, dict):
+        return owner.get(name, _MISSING)
+    if isinstance(owner, type):
+        return vars(owner).get(name, _MISSING)
+    try:
+        return getattr(owner, name)
+    except (AttributeError, ValueError):  # not assigned
+        return _MISSING
+
+
+def _write(owner: Any, name: str, value: Any) -> None:
+    """Set a name as it was, or take it away."""
+    change: Callable[..., Any]
+    if isinstance(owner, dict):
+        owner.pop(name, None)
+        if value is not _MISSING:
+            owner[name] = value
+        return
+    change, given = (delattr, ()) if value is _MISSING else (setattr, (value,))
+    change(owner, name, *given)
+
+
+def _has_traced(value: Any, depth: int = 8) -> bool:
+    """Whether a tensor of a trace is in a value that the function has stored."""
+    if isinstance(value, FakeTensor):
+        return True
+    if not depth or isinstance(value, torch.nn.Module | type | FunctionType):
+        return False
+    if isinstance(value, (*_TABLES, tuple, frozenset)):
+        return any(_has_traced(item, depth - 1) for item in _items(value))
+    if is_foreign(type(value).__module__):
+        return False
+    inside = [*(_attributes(value) or {}).values(), *(_read(value, x) for x in _slots(value))]
+    return any(_has_traced(item, depth - 1) for item in inside)

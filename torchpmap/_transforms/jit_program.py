@@ -27,6 +27,7 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import constrained, wishes
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.gather_report import tell_of_gather
+from torchpmap._sharded.spread import NotOnBlocks
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded
 from torchpmap._sharded.transfer import gather
 from torchpmap._sharded.views import is_linked, linked, write
@@ -230,7 +231,10 @@ class Program:
         weights = [k for k, x in enumerate(traced.captured) if type(x) is ShardedTensor]
         wanted = [*([None] * traced.num_results), *kept]
         target = options.target(grid, seed)
-        self.plan, self.resharded = plan_of(target, traced, inputs, weights, wanted)
+        try:
+            self.plan, self.resharded = plan_of(target, traced, inputs, weights, wanted)
+        except NotOnBlocks as error:
+            raise Untraceable(str(error), options.where, "indices, or x.contiguous()") from error
         if self.resharded:
             few = "; ".join(map(str, self.resharded[:3]))
             more = f"; and {len(self.resharded) - 3} more" if len(self.resharded) > 3 else ""
