@@ -135,6 +135,34 @@ def function_entry(found: Callable[[Any], Any]) -> tuple[Any, str, Any]:
     return *entry, lambda args: unwrap(tuple(map(found, args)))
 
 
+class _Applying:
+    """Where ``autograd.Function`` has its ``apply``, as an attribute that can be replaced."""
+
+    @property
+    def apply(self) -> Any:
+        return vars(torch.autograd.Function)["apply"]
+
+    @apply.setter
+    def apply(self, value: Any) -> None:
+        setattr(torch.autograd.Function, "apply", value)  # noqa: B010 (a class, to mypy)
+
+
+def applying(found: Callable[[Any], Any]) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """(owner, name, what makes the replacement) of what is replaced, so that functions without
+    a ``setup_context`` get ``found(argument)`` too; empty where ``function_entry`` does it.
+    """
+    if not hasattr(function, "_bind_default_args"):
+        return []
+
+    def make(own: Any) -> Any:
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return own.__get__(None, cls)(*map(found, args), **kwargs)
+
+        return classmethod(apply)
+
+    return [(_Applying(), "apply", make)]
+
+
 # -- torch.utils.checkpoint ------------------------------------------------------------------------
 
 # ``checkpoint`` runs a function in a generator.  In torch 2.15 that is another one than up to torch

@@ -41,6 +41,8 @@ class Snapshot:
         for each in objects:
             if isinstance(each, own) or not is_foreign(type(each).__module__):
                 self._add(each, _DEPTH)
+            if isinstance(each, torch.Tensor) and each.is_leaf and each.requires_grad:
+                self._note(each, "grad")
             if isinstance(each, FunctionType):
                 known = each.__globals__
                 for cell in each.__closure__ or ():

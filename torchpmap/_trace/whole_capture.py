@@ -28,6 +28,7 @@ from torchpmap._base.torch_internals import (
     outside_modes,
     torch_function_off,
 )
+from torchpmap._base.torch_versions import applying
 from torchpmap._trace.capture import Capture, KeepData, Substitute, is_real
 from torchpmap._trace.remat import Record
 from torchpmap._trace.trace import Untraceable
@@ -250,7 +251,17 @@ def _with_modes(own: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_backward = Replaced([Replacement(AUTOGRAD, BACKWARD, _with_modes)])
+def _found(value: Any) -> Any:
+    is_tensor = _here.entered and isinstance(value, torch.Tensor)
+    return _here.entered[-1].find(value) if is_tensor else value
+
+
+_backward = Replaced(
+    [
+        Replacement(AUTOGRAD, BACKWARD, _with_modes),
+        *(Replacement(*each) for each in applying(_found)),
+    ]
+)
 
 
 def _is_users(tensor: torch.Tensor) -> bool:
