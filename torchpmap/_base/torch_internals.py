@@ -25,7 +25,7 @@ read, these are used elsewhere: attributes of ``CustomOpDef`` (``_trace/custom_o
 ``_trace/buckets``, ``_trace/partition``, ``_transforms/inline``), ``tensor._version``
 (``_base/contents``), ``graph._root`` (``_trace/remat``, ``_trace/repetition``),
 ``node._sequence_nr()`` (``_trace/remat``), ``_torchdynamo_orig_callable`` (``_trace/pickling``) and
-``optimizer._init_group`` (``optim``).
+``optimizer._init_group`` (``_base/optimizers``).
 """
 
 from __future__ import annotations

@@ -170,8 +170,7 @@ def _place_module(
     layouts = {first[id(x)]: layout_of(first[id(x)], x) for _, _, _, x in named}
     check_devices({device for layout in layouts.values() for device in layout.devices})
     places = [each for each in named if not _is_there(each[3], layouts[first[id(each[3])]])]
-    shared = {id(tensor): (path, tensor) for _, _, path, tensor in reversed(places)}
-    tensors = dict(reversed(shared.values()))
+    tensors = {first[id(tensor)]: tensor for _, _, _, tensor in places}
     if are_held:
         _refuse_optimizers(what, tensors.values())
     twins = {path: _twin(tensor, layouts[path]) for path, tensor in tensors.items()}
@@ -185,7 +184,7 @@ def _place_module(
         placed[path].grad = placed.get(f"{path}.grad")
         _take_over(placed[path], tensor, layouts[path])
     for owner, name, _, tensor in places:
-        path = shared[id(tensor)][0]
+        path = first[id(tensor)]
         setattr(owner, name, placed.get(path, twins[path]))
 
 

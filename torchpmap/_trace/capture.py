@@ -254,13 +254,13 @@ class Substitute(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         _crossings.__enter__()
-        _here.entered.append(self)
+        here.entered.append(self)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _here.entered.remove(self)
+        here.entered.remove(self)
         _crossings.__exit__()
 
     def wrapped(self, tensor: Any) -> None:
@@ -277,12 +277,12 @@ class _Here(threading.local):
         """Those of this thread, the innermost last."""
 
 
-_here = _Here()
+here = _Here()
 
 
 def _found(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        for each in reversed(_here.entered):
+        for each in reversed(here.entered):
             value = each.at_transforms(value)
     return value
 
@@ -291,7 +291,7 @@ def _crossing(own: Callable[..., Any], enters: bool) -> Callable[..., Any]:
     def through(value: Any, *args: Any) -> Any:
         result = own(_found(value), *args)
         if enters:
-            for each in _here.entered:
+            for each in here.entered:
                 each.wrapped(result)
         return result
 

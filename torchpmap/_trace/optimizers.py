@@ -12,22 +12,21 @@ would make is made before the step is traced, so that the second call runs the s
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from torchpmap._base.optimizers import TensorNumbers, state_maker
 from torchpmap._base.sources import users_line
-from torchpmap._base.tensor_numbers import TensorNumbers
 from torchpmap._base.torch_internals import (
     FakeTensor,
     as_if_compiling,
@@ -228,8 +227,8 @@ def _rates(optimizer: Optimizer) -> list[Any]:
 
 def _make_state(optimizer: Optimizer, capture: WholeCapture) -> None:
     """Make the state that the step would make first, if there is none."""
-    make: Callable[..., Any] | None = getattr(optimizer, "_init_group", None)
-    if make is None or not make.__module__.startswith("torch.optim."):
+    make = state_maker(optimizer)
+    if make is None:
         return
     stepped = {id(leaf.real) for leaf in capture.leaves.values() if leaf.stand_in.grad is not None}
     for group in optimizer.param_groups:
@@ -241,11 +240,7 @@ def _make_state(optimizer: Optimizer, capture: WholeCapture) -> None:
         try:
             for p in params:
                 p.grad = torch.zeros_like(p) if id(p) in new else None
-            make(group, *([] for _ in list(inspect.signature(make).parameters)[1:]))
-            if type(optimizer) is SGD and group["momentum"] != 0 and group["dampening"] == 0:
-                for p in params:
-                    if id(p) in new:  # a first step with a buffer of zeros is one without any
-                        optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            make(group, [p for p in params if id(p) in new])
         finally:
             for p, grad in zip(params, before, strict=True):
                 p.grad = grad

@@ -36,7 +36,7 @@ _MISSING = object()
 _HOLDERS = ("types", "argparse", "collections", "functools", "torch.optim", "torch.distributions")
 """Foreign modules whose instances hold nothing but a user's values."""
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, frozenset, deque)
-_SIMPLE = bool | int | float | complex | str | bytes | None
+SIMPLE = bool | int | float | complex | str | bytes | None
 _IMPLIED = {"forward", "backward", "setup_context", "vmap", "jvp"}
 """Methods that torch calls, so the user's code may not mention them."""
 _AT_CREATION = {"__init__", "__new__", "__post_init__"}
@@ -105,7 +105,7 @@ class Walk:
                     self._watch_attribute(table, name, origin)
 
     def _add(self, value: Any, origin: str) -> None:
-        if not isinstance(value, _SIMPLE) and id(value) not in self._seen:
+        if not isinstance(value, SIMPLE) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._queue.append((value, origin))
 

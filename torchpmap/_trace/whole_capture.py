@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -29,7 +28,7 @@ from torchpmap._base.torch_internals import (
     torch_function_off,
 )
 from torchpmap._base.torch_versions import applying
-from torchpmap._trace.capture import Capture, KeepData, Substitute, is_real
+from torchpmap._trace.capture import Capture, KeepData, Substitute, here, is_real
 from torchpmap._trace.remat import Record
 from torchpmap._trace.trace import Untraceable
 
@@ -204,13 +203,10 @@ class Replace(Substitute):
 
     def __enter__(self) -> Self:
         _backward.__enter__()
-        _here.entered.append(self)
-        super().__enter__()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _here.entered.remove(self)
         _backward.__exit__()
 
     def run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -233,27 +229,22 @@ class Replace(Substitute):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class _Here(threading.local):
-    def __init__(self) -> None:
-        self.entered: list[Replace] = []
-        """Those of this thread, the innermost last."""
-
-
-_here = _Here()
+def _innermost() -> Replace | None:
+    """That of the trace that this thread makes."""
+    return next((each for each in reversed(here.entered) if isinstance(each, Replace)), None)
 
 
 def _with_modes(own: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not _here.entered:
-            return own(*args, **kwargs)
-        return _here.entered[-1].run_backward(own, *args, **kwargs)
+        active = _innermost()
+        return own(*args, **kwargs) if active is None else active.run_backward(own, *args, **kwargs)
 
     return run
 
 
 def _found(value: Any) -> Any:
-    is_tensor = _here.entered and isinstance(value, torch.Tensor)
-    return _here.entered[-1].find(value) if is_tensor else value
+    active = _innermost() if isinstance(value, torch.Tensor) else None
+    return value if active is None else active.find(value)
 
 
 _backward = Replaced(

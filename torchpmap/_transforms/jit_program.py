@@ -34,6 +34,7 @@ from torchpmap._sharded.views import is_linked, linked, write
 from torchpmap._trace.capture import is_real
 from torchpmap._trace.compile import Backend
 from torchpmap._trace.optimizers import Numbers
+from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.trace import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
 from torchpmap.random._streams import new_seed
@@ -69,7 +70,7 @@ class JitCall:
 
     def objects(self) -> list[Any]:
         """The arguments of which the function may read more than is compared."""
-        return [x for x in self.leaves if not isinstance(x, torch.Tensor | _COMPARED)]
+        return [x for x in self.leaves if not isinstance(x, torch.Tensor | SIMPLE)]
 
     def of_tensors(self, given: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         """Call the function with other tensors; see ``whole.Fun``."""
@@ -91,12 +92,9 @@ class JitCall:
                 results.append(value)
             else:
                 _refuse_hidden(value)
-                is_fixed = isinstance(value, _COMPARED)
+                is_fixed = isinstance(value, SIMPLE)
                 template.append(value if is_fixed else _Copied(value))
         return (tree, template), results
-
-
-_COMPARED = bool | int | float | complex | str | bytes | None
 
 
 def _refuse_hidden(value: Any) -> None:

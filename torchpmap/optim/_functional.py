@@ -7,18 +7,17 @@ Where values are unknown (traced, or batched by vmap) ``step()`` needs help: ``_
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from torchpmap._base.boundary import boundary
+from torchpmap._base.optimizers import TensorNumbers, state_maker
 from torchpmap._base.pytree import Structure, flatten, tree_leaves, tree_map_only
-from torchpmap._base.tensor_numbers import TensorNumbers
 from torchpmap._base.torch_internals import (
     as_if_compiling,
     disable_dynamo,
@@ -201,18 +200,11 @@ def _state_of(optimizer: Optimizer, p: torch.Tensor) -> dict[str, Any]:
 
 def _fill_state(optimizer: Optimizer) -> None:
     """Let torch make the state that ``step`` would make first."""
-    # Replace _init_group when there is a public way. (torch.distributed.checkpoint takes a step
-    # with lr=0, which advances counters.) Without it the first update fills the empty state.
-    make = getattr(optimizer, "_init_group", None)
-    if make is None or not make.__module__.startswith("torch.optim."):
+    make = state_maker(optimizer)
+    if make is None:  # the first update fills the empty state
         return
     for group in optimizer.param_groups:
-        make(group, *([] for _ in list(inspect.signature(make).parameters)[1:]))
-        if type(optimizer) is SGD and group["momentum"] != 0 and group["dampening"] == 0:
-            # A first step without a buffer is one with a buffer of zeros: the state has its final
-            # structure from the start, and a pmapped step is compiled once, not twice.
-            for p in group["params"]:
-                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        make(group, group["params"])
 
 
 def _set(optimizer: Optimizer, name: str, value: Any) -> None:

@@ -1,13 +1,39 @@
-"""Numbers of optimizers, such as rates, that are tensors whose value is unknown."""
+"""What optimizers of torch need where values are unknown: state, and numbers that are tensors."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.optim import SGD, Optimizer
 from torch.overrides import TorchFunctionMode
 
 from torchpmap._base.torch_internals import has_transforms
+
+
+def state_maker(
+    optimizer: Optimizer,
+) -> Callable[[dict[str, Any], Iterable[torch.Tensor]], None] | None:
+    """What makes the state that ``step`` would make first, of some parameters of a group, which
+    have gradients; None for an optimizer that is not torch's.
+    """
+    # Replace _init_group when there is a public way. (torch.distributed.checkpoint takes a step
+    # with lr=0, which advances counters.)
+    make = getattr(optimizer, "_init_group", None)
+    if make is None or not make.__module__.startswith("torch.optim."):
+        return None
+
+    def make_state(group: dict[str, Any], params: Iterable[torch.Tensor]) -> None:
+        make(group, *([] for _ in list(inspect.signature(make).parameters)[1:]))
+        if type(optimizer) is SGD and group["momentum"] != 0 and group["dampening"] == 0:
+            # A first step without a buffer is one with a buffer of zeros: the state has its final
+            # structure from the start, and a step is compiled once, not twice.
+            for p in params:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+    return make_state
 
 
 class TensorNumbers(TorchFunctionMode):
