@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -206,21 +207,50 @@ def busy(
         thread.join()
 
 
-def interrupted_after(seconds: float, function: Callable[[], Any]) -> None:
-    """Call ``function`` again and again, until Ctrl-C interrupts this thread, the main one."""
-    stopped = threading.Event()
+def press() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    def press() -> None:
-        pause = seconds
-        while not stopped.wait(pause):
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            pause = 0.5  # an interrupt that falls into a finalizer is dropped: once more
 
-    thread = threading.Thread(target=press)
-    try:
+def until_interrupted(
+    presser: Callable[[threading.Event], None], function: Callable[[], Any]
+) -> None:
+    """Call ``function`` in the main thread until a Ctrl-C of ``presser``, which runs beside it.
+
+    ``presser`` presses until its argument is set: Python drops a Ctrl-C that falls into a
+    finalizer.  One that comes after the calls have ended is ignored.
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=presser, args=(over,))
+
+    def call() -> None:
         thread.start()
         while True:
             function()
+
+    def handle(_: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code is call.__code__:
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        call()
     except KeyboardInterrupt:
-        stopped.set()
-    thread.join()
+        pass
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupted_after(seconds: float, function: Callable[[], Any]) -> None:
+    """Call ``function`` again and again, until Ctrl-C interrupts this thread, the main one."""
+
+    def presser(over: threading.Event) -> None:
+        pause = seconds
+        while not over.wait(pause):
+            press()
+            pause = 0.5
+
+    until_interrupted(presser, function)

@@ -1,8 +1,6 @@
 """Row 22 of the matrix: Ctrl-C in the controller.  See docs/faults.md."""
 
 import collections
-import signal
-import threading
 
 import pytest
 import torch
@@ -17,11 +15,13 @@ from _rig import (
     long_sleep,
     loop_of_c,
     on_rank,
+    press,
     quarter,
     rows,
     sharded,
     survivors,
     total,
+    until_interrupted,
     within,
 )
 from _support import DEVICE, beside, mostly_long, running_pool, wait_for, worker_pids
@@ -47,21 +47,19 @@ def call_until_interrupted():
         seen.append((calls, pool.outbox.unsent is None))
         return seen.count((calls, False)) == seen.maxlen
 
-    def press():
+    def presser(over):
         pause = 0.0
         while not over.wait(pause):
             assert wait_for(is_stuck, seconds=20)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            press()
             pause = 0.5
 
-    over = threading.Event()
-    with beside(press):
-        try:
-            while True:
-                x = quarter(x)
-                calls += 1
-        except KeyboardInterrupt:
-            over.set()
+    def call():
+        nonlocal x, calls
+        x = quarter(x)
+        calls += 1
+
+    until_interrupted(presser, call)
     return x
 
 
@@ -157,15 +155,15 @@ def test_row_22_ctrl_c_ends_a_compilation(hang, tmp_path):
         hang()
         return graph.forward
 
-    def press():
+    def press_then():
         wait_for(begun.exists, 100)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        press()
 
     loaded = tp.pmap(lambda x: x + 1, compile={"backend": lambda graph, _: graph.forward})
     loaded(rows).block_until_ready()  # the workers import the compiler
     step = tp.pmap(lambda x: x + 1, compile={"backend": compile})
     with survivors(*([0] if hang is loop_of_c else [])):
-        with beside(press), pytest.raises(KeyboardInterrupt):
+        with beside(press_then), pytest.raises(KeyboardInterrupt):
             step(rows)
         bound = 13 if hang is loop_of_c else 1
         assert within(bound, lambda: total(rows).tolist()).value == [6.0] * N

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from _launched import script
-from _rig import EAGER, Canary, N, assert_pool_works, eagerly, rows, survivors, within
+from _rig import EAGER, Canary, N, assert_pool_works, eagerly, press, rows, survivors, within
 from _support import (
     DEVICE,
     anonymous_bytes,
@@ -168,7 +168,7 @@ def test_row_27_a_closed_pool_keeps_nothing_that_it_did_not_send():
 
     def interrupt() -> None:
         assert wait_for(lambda: sys._current_frames()[main].f_code.co_name == "wait_for_room", 20)
-        signal.pthread_kill(main, signal.SIGINT)
+        press()
 
     with pool_with(N, shared_memory=False):  # the memory would have room
         value = double(rows).block_until_ready()
