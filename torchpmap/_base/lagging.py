@@ -55,6 +55,10 @@ class Lagging(Platform):
         """What every use of the device raises from now on."""
         self._pinned: set[int] = set()
         self._aborted = threading.Event()
+        self._left: list[dist.ProcessGroup] = []
+        """Groups that were aborted: the thread may be about to enter one, and C++ does not keep
+        the half of it that is of Python.
+        """
 
     def launch(
         self, run: Boxed, inputs: list[torch.Tensor], outputs: Kinds
@@ -108,8 +112,10 @@ class Lagging(Platform):
 
     def renew(self) -> None:
         self._aborted.clear()
+        self._left.clear()
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._left += groups
         self._aborted.set()
 
     def close(self) -> None:
