@@ -135,6 +135,22 @@ def test_stream_ignores_a_peer_that_is_gone():
             Stream(ours).send((b"x" * 100,))
 
 
+def test_stream_is_torn_by_a_send_that_failed_and_not_while_another_thread_sends():
+    large = bytes(1 << 22)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        stream = Stream(ours)
+        with beside(stream.send, [large]):
+            assert theirs.recv(1, socket.MSG_PEEK)  # it sends, and cannot end
+            with beside(stream.is_torn) as torn:
+                theirs.recv(len(large), socket.MSG_WAITALL)
+            assert torn.result() is False
+        ours.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            stream.send([large])
+        assert stream.is_torn()
+
+
 @given(values=st.lists(st.integers(-(2**63), 2**63 - 1)))
 def test_integers_round_trip(values):
     assert memoryview(pack_ints(*values)).cast("q").tolist() == values

@@ -23,6 +23,7 @@ import math
 import os
 import socket
 import struct
+import threading
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -81,27 +82,33 @@ class FrameError(EOFError):
 
 
 class Stream:
-    """A connected socket that takes whole frames."""
+    """A connected socket that takes whole frames, from any thread."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.is_torn = False
-        """Whether a frame may have been sent in part."""
+        self._lock = threading.Lock()
+        self._is_torn = False
 
     def send(self, buffers: Sequence[Buffer]) -> None:
         """Send all buffers in order; the reading side notices a peer that is gone."""
-        self.is_torn = True
-        try:
-            if len(buffers) == 1:
-                self.sock.sendall(buffers[0], NO_SIGNAL)
-            elif sum(len(b) for b in buffers) <= 1 << 16:
-                self.sock.sendall(b"".join(buffers), NO_SIGNAL)
-            else:
-                for buffer in buffers:
-                    self.sock.sendall(buffer, NO_SIGNAL)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-        self.is_torn = False
+        with self._lock:
+            self._is_torn = True
+            try:
+                if len(buffers) == 1:
+                    self.sock.sendall(buffers[0], NO_SIGNAL)
+                elif sum(len(b) for b in buffers) <= 1 << 16:
+                    self.sock.sendall(b"".join(buffers), NO_SIGNAL)
+                else:
+                    for buffer in buffers:
+                        self.sock.sendall(buffer, NO_SIGNAL)
+            except (BrokenPipeError, ConnectionResetError):
+                pass
+            self._is_torn = False
+
+    def is_torn(self) -> bool:
+        """Whether a frame was sent in part; waits for a thread that is sending one."""
+        with self._lock:
+            return self._is_torn
 
 
 class FrameReader:

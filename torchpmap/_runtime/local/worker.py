@@ -155,7 +155,6 @@ class _Worker:
         self.progress = WorkerProgress(birth.rank, birth.progress, birth.bell)
         sock = birth.command.socket()
         self.stream = Stream(sock)
-        self.sending = threading.Lock()
         self.reporting = threading.Lock()
         self.communicates = False
         """Whether the current command has collectives."""
@@ -205,7 +204,7 @@ class _Worker:
                     os._exit(0)
                 done(seq)
             except BaseException as error:
-                if reader.has_ended or self.stream.is_torn:
+                if reader.has_ended or self.stream.is_torn():
                     raise
                 self.fail(seq, error)
                 reader.skip()
@@ -251,19 +250,15 @@ class _Worker:
             return
         fetched = self.values.fetched(body)
         if fetched is None:
-            self.send([frame(wire.DONE, seq)])
+            self.stream.send([frame(wire.DONE, seq)])
         else:
             payload = wire.bytes_of(fetched)
-            self.send([wire.HEADER.pack(len(payload), wire.DATA, seq), payload])
+            self.stream.send([wire.HEADER.pack(len(payload), wire.DATA, seq), payload])
 
     def sync(self, seq: int, length: int) -> None:
         if self.settled():
             self.progress.note(seq)
-            self.send([frame(wire.DONE, seq)])
-
-    def send(self, buffers: Sequence[wire.Buffer]) -> None:
-        with self.sending:
-            self.stream.send(buffers)
+            self.stream.send([frame(wire.DONE, seq)])
 
     # -- an asynchronous device --------------------------------------------------------------------
 
@@ -362,7 +357,7 @@ class _Worker:
             os._exit(0)
         self.values.update(values)
         flush()
-        self.send([frame(wire.REPLY, seq, body)])
+        self.stream.send([frame(wire.REPLY, seq, body)])
 
     # -- failure and repair ------------------------------------------------------------------------
 
@@ -393,7 +388,7 @@ class _Worker:
         where = f"{self.where} (rank {self.rank}, pid {os.getpid()}) while {doing}"
         where += "" if is_usable else _HINT
         body = pickle.dumps((origin, packed, where))
-        self.send([frame(wire.FAILED, seq, body)])
+        self.stream.send([frame(wire.FAILED, seq, body)])
         if not is_usable:
             os._exit(1)
 
@@ -415,7 +410,7 @@ class _Worker:
         body = self.reader.body(length)
         if kind == wire.DRAIN:
             self.settled()  # a command that an abort has left half done fails now
-            self.send([frame(wire.DRAINED, seq)])
+            self.stream.send([frame(wire.DRAINED, seq)])
             return
         if kind != wire.REGROUP:
             raise self.reader.broken(f"of unknown kind {kind}")
@@ -436,7 +431,7 @@ class _Worker:
         except Exception as error:
             self.fail(seq, error)
         else:
-            self.send([frame(wire.READY, epoch)])
+            self.stream.send([frame(wire.READY, epoch)])
 
     # -- from other threads, signals and forks -----------------------------------------------------
 
