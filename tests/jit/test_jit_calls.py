@@ -117,17 +117,6 @@ def test_what_depends_on_values_runs_operation_by_operation():
         tp.jit(f.__wrapped__, compile=False).lower(X)
 
 
-def test_gradients_that_are_taken_outside():
-    model = placed(made("network"), "replicated")
-    f = jit(lambda x: model(x).tanh())
-    x = cut(torch.randn(8, 8, dtype=torch.float64), "replicated")
-    with pytest.warns(UserWarning, match=r"backward\(\) may follow outside of it"):
-        f(x).sum().backward()
-    expected = torch.autograd.grad(model(x).tanh().sum(), list(model.parameters()))
-    for parameter, grad in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(parameter.grad.cpu(), grad.cpu())
-
-
 def test_a_schedule_inside_is_not_lost():
     model = placed(made("network"), "replicated")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -23,13 +23,12 @@ from torchpmap._layout.common_grid import CommonGrid, common_grid
 from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout
 from torchpmap._layout.mesh import NamedSharding, PartitionSpec, mesh_of
-from torchpmap._plan.lower import Body, Target, lower
+from torchpmap._plan.lower import Body, Target, lower, lower_pair
 from torchpmap._plan.plan import Plan
 from torchpmap._sharded.constraints import wishes
 from torchpmap._sharded.spmd import Emitter
 from torchpmap._sharded.spread import Reshard, Spread, Value
 from torchpmap._trace.program import Outcome
-from torchpmap._trace.whole import WholeTrace
 
 
 @dataclass(frozen=True)
@@ -84,36 +83,60 @@ def grid_of(devices: tuple[Device, ...], layouts: Sequence[Layout]) -> Grid | No
     return _WholeGrid(devices, devices, common.sizes, names, common)
 
 
-def plan_of(
+class WholePlans(NamedTuple):
+    """What runs a graph of whole values on the devices."""
+
+    forward: Plan
+    backward: Plan | None
+    """Of a graph that takes cotangents: takes residuals of ``forward``, and these."""
+    resharded: list[Moved]
+
+
+def plans_of(
     target: Target,
-    traced: WholeTrace,
+    graph: GraphModule,
     inputs: Sequence[Layout],
     weights: Collection[int],
     wanted: Sequence[Layout | None],
-) -> tuple[Plan, list[Moved]]:
-    """The plan, and what it has to reshard.
+    cotangents: Sequence[int] = (),
+    num_gradients: int = 0,
+) -> WholePlans:
+    """The plans of a graph.
 
     Args:
         target: its grid is of ``grid_of``.
-        inputs: layouts of what the graph takes.
+        inputs: layouts of what the graph takes first.
         weights: positions among them that are gathered where data is cut alike.
         wanted: layouts of what it returns; None where any will do.
+        cotangents: the results whose cotangents it takes last.
+        num_gradients: how many of its last results need these.
     """
     grid = target.grid
     assert isinstance(grid, _WholeGrid)
-    _write_norms_as_roots(traced.graph)
+    _write_norms_as_roots(graph)
     emitter = Emitter(grid.common)
-    wish = {node: grid.common.cut_of(layout) for node, layout in wishes(traced.graph).items()}
-    spread = Spread(traced.graph, emitter, wish)
+    wish = {node: grid.common.cut_of(layout) for node, layout in wishes(graph).items()}
+    spread = Spread(graph, emitter, wish)
+    values = [_value(emitter, k, layout, k in weights) for k, layout in enumerate(inputs)]
     results = spread.run(
-        [_value(emitter, k, layout, k in weights) for k, layout in enumerate(inputs)],
+        values,
         [None if layout is None else grid.common.cut_of(layout) for layout in wanted],
+        [(emitter.input(f"cotangent_{k}"), k) for k in cotangents],
     )
-    plan = lower(target, _body(target, emitter, results), inputs)
-    outputs = tuple(
-        made if wish is None else wish for made, wish in zip(plan.outputs, wanted, strict=True)
-    )
-    return replace(plan, outputs=outputs), [_moved(grid, each) for each in spread.reshards]
+    body = _body(target, emitter, results)
+
+    def finished(plan: Plan, wanted: Sequence[Layout | None]) -> Plan:
+        made = zip(plan.outputs, wanted, strict=True)
+        return replace(plan, outputs=tuple(own if wish is None else wish for own, wish in made))
+
+    resharded = [_moved(grid, each) for each in spread.reshards]
+    if not cotangents:
+        return WholePlans(finished(lower(target, body, inputs), wanted), None, resharded)
+    alike = [grid.layout(x.shape, x.dtype, x.cut) for x in (results[k] for k in cotangents)]
+    count = len(results) - num_gradients
+    pair = lower_pair(target, body, [*inputs, *alike], count, len(cotangents))
+    forward = finished(pair.forward, wanted[:count])
+    return WholePlans(forward, finished(pair.backward, wanted[count:]), resharded)
 
 
 def _value(emitter: Emitter, place: int, layout: Layout, is_weight: bool) -> Value:

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from torchpmap._sharded.rules.table import rule_of
 from torchpmap._sharded.spmd import WITHOUT_STRIDES, Emitter
 from torchpmap._sharded.trial import Trial, meta
 from torchpmap._sharded.unforeseen import name_of
+from torchpmap._trace.graphs import placeholders, results_of
 
 _aten = torch.ops.aten
 
@@ -119,35 +120,52 @@ class Spread:
     _moved: dict[tuple[Node, Cut, tuple[int, ...]], Node] = field(default_factory=dict)
     """Blocks of values in other cuts, while they are parts of sums along the last dims."""
 
-    def run(self, inputs: Sequence[Value], wanted: Sequence[Cut | None]) -> list[Value]:
+    def run(
+        self,
+        inputs: Sequence[Value],
+        wanted: Sequence[Cut | None],
+        cotangents: Sequence[tuple[Node, int]] = (),
+    ) -> list[Value]:
         """The results of the graph.
 
         Args:
             inputs: one for each placeholder.
             wanted: the cut of each result; None where any will do.
+            cotangents: for each further placeholder its block, and the result whose cut it has; all
+                that needs none of them is written first.
         """
-        places = iter(inputs)
-        waiting: list[Node] = []
+        results = list(results_of(self.module.graph))
+        places = placeholders(self.module.graph)
+        self._values |= zip(places, inputs, strict=False)
+        late = set(places[len(inputs) :])
         for node in self.module.graph.nodes:
-            if node.op == "placeholder":
-                self._values[node] = next(places)
-            elif node.op != "output":
-                waiting.append(node)
-            else:
-                results = list(node.args[0])
+            if node.op != "output" and not late.isdisjoint(node.all_input_nodes):
+                late.add(node)
+        self._write_all_but(late)
+        early = [(node, cut) for node, cut in zip(results, wanted, strict=True) if node not in late]
+        self._finish(early)
+        for place, (block, k) in zip(places[len(inputs) :], cotangents, strict=True):
+            like = self._result(results[k], wanted[k])
+            self._values[place] = replace(like, block=block)
+        self._write_all_but(set())
+        wants = list(zip(results, wanted, strict=True))
+        self._finish(wants)
+        return [self._result(node, cut) for node, cut in wants]
+
+    # -- the order ---------------------------------------------------------------------------------
+
+    def _write_all_but(self, late: Container[Node]) -> None:
+        nodes = self.module.graph.nodes
+        waiting = [n for n in nodes if not (n.op == "output" or n in self._values or n in late)]
         first = self._first_of_weights(waiting)
         while waiting:
             waiting = self._sweep(waiting, first)
-        self._finish(results, wanted)
-        return [self._result(node, cut) for node, cut in zip(results, wanted, strict=True)]
-
-    # -- the order ---------------------------------------------------------------------------------
 
     def _first_of_weights(self, nodes: Sequence[Node]) -> set[Node]:
         """What is made of weights alone, and no view: it must not run ahead, and be kept for long,
         while others wait for sums.
         """
-        weights = {node for node, value in self._values.items() if value.is_weight}
+        weights = {n for n, value in self._values.items() if getattr(value, "is_weight", False)}
         for node in nodes:
             if all(source in weights for source in node.all_input_nodes):
                 weights.add(node)
@@ -183,11 +201,11 @@ class Spread:
     def _num_bytes(self, sums: Iterable[tuple[Node, Cut]]) -> int:
         return sum(self._values[node].num_bytes for node in {node for node, _ in sums})
 
-    def _finish(self, results: Sequence[Any], wanted: Sequence[Cut | None]) -> None:
+    def _finish(self, wants: Sequence[tuple[Node, Cut | None]]) -> None:
         while True:
             sums = [
                 (node, self._values[node].cut if cut is None else cut)
-                for node, cut in zip(results, wanted, strict=True)
+                for node, cut in wants
                 if self._values[node].over
             ]
             if not sums:

@@ -8,6 +8,9 @@ which itself writes nothing:
     opt.zero_grad(); loss = f(model(x)); loss.backward(); opt.step(); return loss
 
     (parameters, state of opt, x) --graph--> (loss, new parameters, new state, gradients)
+
+Of results that ``backward()`` may go through later, the graph computes that, too, from cotangents
+that it takes last.
 """
 
 from __future__ import annotations
@@ -15,21 +18,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import FakeTensorMode
 from torchpmap._trace.capture import KeepData
-from torchpmap._trace.graphs import is_kept, output_of, placeholders, results_of, writes
+from torchpmap._trace.graphs import is_kept, output_of, results_of, writes
 from torchpmap._trace.optimizers import Optimizers
 from torchpmap._trace.passes import drop_copies, drop_detaches, drop_in_place_views, protect_inputs
 from torchpmap._trace.remat import Record, without_writes
 from torchpmap._trace.trace import Untraceable, recorded
-from torchpmap._trace.whole_capture import Hook, Replace, WholeCapture
+from torchpmap._trace.whole_capture import Hook, Leaf, Replace, WholeCapture
+from torchpmap._trace.whole_gradient import is_differentiable, pulled_back, refuse_others, split_off
 from torchpmap.random._streams import streams
 
 Fun = Callable[[Sequence[torch.Tensor]], tuple[Any, Sequence[torch.Tensor]]]
@@ -41,8 +45,8 @@ class WholeTrace:
     """What a function does with whole tensors."""
 
     graph: GraphModule
-    """Takes what is captured and the arguments; returns the results, the new values of ``written``
-    and the gradients of ``graded``.  It writes nothing.
+    """Takes what is captured, the arguments and ``cotangents``; returns the results, the new values
+    of ``written``, the gradients of ``graded`` and those of ``pulled``.  It writes nothing.
     """
     captured: list[torch.Tensor]
     leaves: list[torch.Tensor]
@@ -61,8 +65,10 @@ class WholeTrace:
     """Leaves of which it matters whether they had a gradient, and whether they had."""
     grad_of: dict[int, torch.Tensor]
     optimizers: Optimizers
-    is_differentiable: bool
-    """Whether ``backward()`` may still go through a result."""
+    cotangents: list[int]
+    """The results that ``backward()`` may still go through."""
+    pulled: list[torch.Tensor]
+    """Leaves, and arguments that were computed outside, that it reaches."""
 
 
 def trace_whole(
@@ -85,7 +91,7 @@ def trace_whole(
     keep = KeepData(capture)
     optimizers = Optimizers(capture, known)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
-    found: dict[str, Any] = {}
+    found: list[_Found] = []
 
     def flat(*given: torch.Tensor) -> list[torch.Tensor]:
         with ExitStack() as stack:
@@ -96,27 +102,46 @@ def trace_whole(
             ):
                 stack.enter_context(mode)
             for real, x in zip(arguments, given, strict=True):
-                capture.adopt(real, x)
+                capture.adopt(real, x, is_given=True)
             returned, results = fun(given)
             results = [capture.substitute(x) for x in results]
-        capture.check()
-        optimizers.check()
-        found["returned"], found["num"] = returned, len(results)
-        found["states"] = [*capture.captured, *arguments]
-        stand_ins = [capture.stand_ins[id(x)] for x in capture.captured]
-        computed = [x for x in (*results, *stand_ins, *given) if x.grad_fn is not None]
-        found["is_differentiable"] = any(map(_is_differentiable, computed))
-        found["leaves"] = list(capture.leaves.values())
-        grads = [leaf.gradient() for leaf in found["leaves"]]
-        found["grads"] = grads
-        kept = [grad for grad in grads if grad is not None]
+            capture.check()
+            optimizers.check()
+            states = [*capture.captured, *arguments]
+            stand_ins = [capture.stand_ins[id(x)] for x in capture.captured]
+            refuse_others(results, [*stand_ins, *given])
+            leaves = list(capture.leaves.values())
+            grads = [leaf.gradient() for leaf in leaves]
+            through = [k for k, x in enumerate(results) if is_differentiable(x)]
+            cotangents, pulled = pulled_back(capture, [results[k] for k in through])
+        number = len(results)
+        found.append(_Found(returned, number, states, leaves, grads, through, cotangents, pulled))
+        kept = [x for x in (*grads, *pulled) if x is not None]
         with torch.no_grad():
             return [x.detach() for x in (*results, *stand_ins, *given, *kept)]
 
     kinds = [(tuple(x.shape), x.dtype) for x in arguments]
     graph = recorded(flat, kinds, capture._fake_mode, device)
     graph = _functional(graph, capture, record)
-    return _effects(graph, capture, optimizers, found)
+    return _effects(graph, capture, optimizers, found[-1])
+
+
+class _Found(NamedTuple):
+    """What a function has done, and what ``backward()`` outside of it does.  The graph returns the
+    results, the values of ``states``, ``grads`` and ``pulled``.
+    """
+
+    returned: Any
+    num_results: int
+    states: list[torch.Tensor]
+    """What it closes over, and its arguments."""
+    leaves: list[Leaf]
+    grads: list[torch.Tensor | None]
+    through: list[int]
+    """The results that have cotangents."""
+    cotangents: list[torch.Tensor]
+    pulled: list[torch.Tensor | None]
+    """What each leaf gets from them; empty if there are none."""
 
 
 def _functional(graph: GraphModule, capture: WholeCapture, record: Record) -> GraphModule:
@@ -137,17 +162,60 @@ def _functional(graph: GraphModule, capture: WholeCapture, record: Record) -> Gr
 
 
 def _effects(
-    graph: GraphModule, capture: WholeCapture, optimizers: Optimizers, found: dict[str, Any]
+    graph: GraphModule, capture: WholeCapture, optimizers: Optimizers, found: _Found
 ) -> WholeTrace:
     """Of the results, keep those that tell of an effect; of what is captured, what is used."""
-    outputs, num, states = results_of(graph.graph), found["num"], found["states"]
-    after = outputs[num : num + len(states)]
-    places = placeholders(graph.graph)
-    written = [
-        (real, node)
-        for real, node, place in zip(states, after, places, strict=True)
-        if node is not place
+    outputs, num, states = results_of(graph.graph), found.num_results, found.states
+    places, closed_over = split_off(graph, capture.captured, found.cotangents)
+    written = _written(states, places, outputs[num:])
+    new = iter(outputs[num + len(states) :])
+    left = [
+        (leaf, grad, None if grad is None else next(new))
+        for leaf, grad in zip(found.leaves, found.grads, strict=True)
     ]
+    for leaf, grad, _ in left:
+        if grad is not None:  # it may be new, or be used, or be written to
+            leaf.ask()
+    graded = [(leaf.real, node) for leaf, grad, node in left if grad is not leaf.before and node]
+    gone = [leaf for leaf, grad, _ in left if grad is None]
+    pulled = [
+        (leaf.real, next(new))
+        for (leaf, *_), grad in zip(left, found.pulled, strict=False)
+        if grad is not None
+    ]
+    effects = (*written, *graded, *pulled)
+    kept = (*outputs[:num], *(node for _, node in effects))
+    output_of(graph.graph).args = (kept,)
+    graph.graph.eliminate_dead_code(is_impure_node=is_kept)
+    captured = [x for x, place in zip(closed_over, places, strict=False) if place.users]
+    for place in places[: len(closed_over)]:
+        if not place.users:
+            graph.graph.erase_node(place)
+    graph.recompile()
+    return WholeTrace(
+        graph=graph,
+        captured=captured,
+        leaves=[leaf.real for leaf, *_ in left if leaf.is_stored],
+        met=closed_over,
+        returned=found.returned,
+        num_results=num,
+        written=[real for real, _ in written],
+        graded=[real for real, _ in graded],
+        cleared=[leaf.real for leaf in gone if leaf.is_cleared or leaf.before is not None],
+        asked=[(leaf.real, leaf.before is not None) for leaf, *_ in left if leaf.was_asked],
+        grad_of=capture.grad_of,
+        optimizers=optimizers,
+        cotangents=found.through,
+        pulled=[real for real, _ in pulled],
+    )
+
+
+def _written(
+    states: Sequence[torch.Tensor], before: Sequence[Node], after: Sequence[Node]
+) -> list[tuple[torch.Tensor, Node]]:
+    """The states that have new values, and these."""
+    each = zip(states, before, after, strict=False)
+    written = [(real, node) for real, place, node in each if node is not place]
     for real, node in written:
         value = node.meta["val"]
         if value.shape != real.shape or value.dtype != real.dtype:
@@ -156,61 +224,4 @@ def _effects(
                 users_line(),
                 "a new tensor",
             )
-    new = iter(outputs[num + len(states) :])
-    graded, cleared, asked = [], [], []
-    for leaf, grad in zip(found["leaves"], found["grads"], strict=True):
-        node = None if grad is None else next(new)
-        if grad is None and (leaf.is_cleared or leaf.before is not None):
-            cleared.append(leaf.real)
-        elif grad is not None and grad is not leaf.before:
-            graded.append((leaf.real, node))
-            leaf.ask()
-        elif leaf.before is not None:  # which may be used, or written to
-            leaf.ask()
-        if leaf.was_asked:
-            asked.append((leaf.real, leaf.before is not None))
-    kept = (*outputs[:num], *(node for _, node in written), *(node for _, node in graded))
-    output_of(graph.graph).args = (kept,)
-    graph.graph.eliminate_dead_code(is_impure_node=is_kept)
-    captured = []
-    for place, real in zip(places, capture.captured, strict=False):
-        if place.users:
-            captured.append(real)
-        else:
-            graph.graph.erase_node(place)
-    graph.recompile()
-    return WholeTrace(
-        graph=graph,
-        captured=captured,
-        leaves=[leaf.real for leaf in found["leaves"]],
-        met=list(capture.captured),
-        returned=found["returned"],
-        num_results=num,
-        written=[real for real, _ in written],
-        graded=[real for real, _ in graded],
-        cleared=cleared,
-        asked=asked,
-        grad_of=capture.grad_of,
-        optimizers=optimizers,
-        is_differentiable=found["is_differentiable"],
-    )
-
-
-def _is_differentiable(result: torch.Tensor) -> bool:
-    """Whether ``backward()`` has not yet freed what a result was computed from."""
-    waiting, seen = [result.grad_fn], set()
-    if result.grad_fn is None:
-        return result.requires_grad
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        try:
-            for name in dir(node):
-                if name.startswith("_saved_"):
-                    getattr(node, name)
-        except RuntimeError:  # freed
-            return False
-        waiting += [source for source, _ in node.next_functions]
-    return True
+    return written

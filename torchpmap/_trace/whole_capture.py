@@ -48,6 +48,8 @@ class Leaf:
     stand_in: torch.Tensor
     before: torch.Tensor | None
     """The gradient with which the function begins."""
+    is_stored: bool = True
+    """Whether the tensor stores it; else it only passes it on."""
     was_asked: bool = False
     """Whether it matters if there was one."""
     is_cleared: bool = False
@@ -86,6 +88,8 @@ class WholeCapture(Capture):
         """By the id of the stand-in."""
         self.grad_of: dict[int, torch.Tensor] = {}
         """Id of a gradient from before -> the leaf: each call may find another there."""
+        self.is_outside = False
+        """Whether what runs now is the ``backward()`` that may follow outside."""
         self.linked: list[torch.Tensor] = []
         """What shares its value with something captured; kept, so that no other gets its id."""
 
@@ -100,18 +104,22 @@ class WholeCapture(Capture):
         self.linked.append(real)
         return linked
 
-    def adopt(self, real: torch.Tensor, stand_in: torch.Tensor) -> None:
-        """Make a stand-in the leaf that the tensor is."""
+    def adopt(self, real: torch.Tensor, stand_in: torch.Tensor, is_given: bool = False) -> None:
+        """Make a stand-in the leaf that the tensor is; one that was computed outside of the
+        function, and ``is_given`` to it, passes its gradient on.
+        """
         with torch_function_off(), outside_modes():
             if not real.requires_grad:
                 return
-            if not real.is_leaf:
+            is_stored = real.is_leaf
+            if not is_stored and not is_given:
                 raise Untraceable(
                     "a tensor that requires grad was computed outside of the function",
                     users_line(),
-                    "x.detach(), or compute it in the function",
+                    "x.detach(), an argument for it, or compute it in the function",
                 )
-            grad = real.grad
+            grad = real.grad if is_stored else None
+            hooks = (real._backward_hooks or {}).values() if is_stored else ()
         if grad is not None and (id(grad) in self.stand_ins or hasattr(grad, "_view")):
             refuse_gradient()
         before = None if grad is None else self.substitute(grad)
@@ -120,14 +128,17 @@ class WholeCapture(Capture):
         with torch_function_off():
             stand_in.requires_grad_()
             stand_in.grad = before
-            for hook in (real._backward_hooks or {}).values():
-                stand_in.register_hook(hook)
+            for hook in hooks:
+                stand_in.register_hook(functools.partial(self._inside, hook))
             for hook in (real._post_accumulate_grad_hooks or {}).values():
                 after = functools.partial(_with_real, hook, real)
                 stand_in.register_post_accumulate_grad_hook(after)
         self._hook(real, stand_in)
-        leaf = self.leaves[id(stand_in)] = Leaf(real, stand_in, before)
+        leaf = self.leaves[id(stand_in)] = Leaf(real, stand_in, before, is_stored)
         leaf.num_hooks = leaf.count_hooks()
+
+    def _inside(self, hook: Callable[[torch.Tensor], Any], grad: torch.Tensor) -> Any:
+        return None if self.is_outside else hook(grad)  # outside, that of the real tensor runs
 
     def check(self) -> None:
         """Raise if the function changes a leaf in a way that would be lost."""
@@ -137,6 +148,8 @@ class WholeCapture(Capture):
                 changed = "it registers a hook of a parameter"
             elif not _requires_grad(leaf.stand_in):
                 changed = "it changes requires_grad of a parameter"
+            elif not leaf.is_stored and leaf.gradient() is not None:
+                changed = "its backward() reaches a tensor that was computed outside of it"
             if changed is not None:
                 raise Untraceable(changed, users_line(), "the same outside of the function")
 

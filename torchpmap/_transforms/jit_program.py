@@ -19,8 +19,8 @@ from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.cost import Cost, cost_of
 from torchpmap._plan.lower import Target
-from torchpmap._plan.plan import Captured, Drawn
-from torchpmap._plan.whole_plan import grid_of, plan_of
+from torchpmap._plan.plan import Captured, Drawn, Plan
+from torchpmap._plan.whole_plan import grid_of, plans_of
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import runtime as current_runtime
@@ -37,6 +37,7 @@ from torchpmap._trace.optimizers import Numbers
 from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.trace import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
+from torchpmap._transforms.jit_gradient import Derivable
 from torchpmap.random._streams import new_seed
 
 
@@ -201,12 +202,6 @@ class Program:
         tensors, seed = call.tensors, new_seed()
         device = current_runtime().device
         traced = trace_whole(call.of_tensors, tensors, device, seed, _wish_for_gradient, optimizers)
-        if traced.is_differentiable:
-            raise Untraceable(
-                "backward() may follow outside of it",
-                options.where,
-                "loss.backward() in the function, or torch.no_grad() around the call",
-            )
         self._tree, self._values = traced.returned
         self._num_results = traced.num_results
         devices = _devices_of([*tensors, *traced.captured])
@@ -216,6 +211,7 @@ class Program:
         self._inputs = [self._input(x, seed, place(x), traced) for x in traced.captured]
         self._inputs += [_Value(_Argument(k), place(x)) for k, x in enumerate(tensors)]
         self._direct = [each.closed_over() for each in self._inputs]
+        self._leaves = list(map(self._target, traced.pulled))
         del self._places
         inputs = list(map(place, (*traced.captured, *tensors)))
         kept = [place(x) for x in (*traced.written, *traced.graded)]
@@ -229,8 +225,15 @@ class Program:
         weights = [k for k, x in enumerate(traced.captured) if type(x) is ShardedTensor]
         wanted = [*([None] * traced.num_results), *kept]
         target = options.target(grid, seed)
+        given = target, traced.graph, inputs, weights, wanted
+        self._derivable = None
         try:
-            self.plan, self.resharded = plan_of(target, traced, inputs, weights, wanted)
+            if traced.pulled:
+                self._derivable = Derivable(
+                    *given, traced.cotangents, list(map(place, traced.pulled))
+                )
+            plans = self._derivable.first() if self._derivable else plans_of(*given)
+            self.plan, self.resharded = plans.forward, plans.resharded
         except NotOnBlocks as error:
             raise Untraceable(str(error), options.where, "indices, or x.contiguous()") from error
         if self.resharded:
@@ -313,6 +316,18 @@ class Program:
             each.handle(tensors) if same is None else same._handle
             for same, each in zip(self._direct, self._inputs, strict=True)
         ]
+        if self._derivable is None:
+            results, _ = self._start(tensors, self.plan, held)
+        else:
+            start = functools.partial(self._start, tensors)
+            leaves = [target.of(tensors) for target in self._leaves]
+            results = self._derivable.call(start, held, leaves)
+        return self._tree.unflatten(self._returned(results, tensors))
+
+    def _start(
+        self, tensors: Sequence[torch.Tensor], plan: Plan, held: list[Handle]
+    ) -> tuple[Sequence[torch.Tensor], list[Handle]]:
+        """Run a plan, with its effects: the results, and what follows the effects."""
         targets = [target.of(tensors) for target in self._written]
         graded = [target.of(tensors) for target in self._graded]
         alone = [x for x in targets if type(x) is ShardedTensor and not is_linked(x)]
@@ -323,16 +338,16 @@ class Program:
             for each in alone:
                 each._handle = None
 
-        handles = self.plan.run(held, None, give_up)
-        num, outputs = self._num_results, self.plan.outputs
-        first = num + len(targets)
-        grads = make_all(outputs[first:], handles[first:])
+        handles = plan.run(held, None, give_up)
+        num, outputs = self._num_results, plan.outputs
+        first, end = num + len(targets), len(outputs)
+        grads = make_all(outputs[first:], handles[first:end])
         for leaf, grad in zip(graded, grads, strict=True):
             leaf.grad = grad
         for numbers in self._numbers:
             numbers.advance()
         _write_all(targets, outputs[num:first], handles[num:first])
-        return self._tree.unflatten(self._returned(make_all(outputs[:num], handles[:num]), tensors))
+        return make_all(outputs[:num], handles[:num]), handles[end:]
 
     def _returned(self, results: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
         rest = iter(results)

@@ -1,0 +1,145 @@
+"""``backward()`` outside of a jitted function, through what a call has returned.
+
+The forward plan leaves residuals on the devices, and the backward plan takes them and cotangents.
+The first call expects cotangents of all results; each later one those that there were before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule
+
+from torchpmap._base.boundary import boundary
+from torchpmap._layout.layout import Layout
+from torchpmap._plan.lower import Target
+from torchpmap._plan.plan import Plan
+from torchpmap._plan.whole_plan import WholePlans, plans_of
+from torchpmap._runtime.base import Handle
+from torchpmap._sharded.device_put import handles_of
+from torchpmap._sharded.tensor import ShardedTensor, make_sharded
+from torchpmap._sharded.transfer import gather
+from torchpmap._trace.whole_gradient import given_only
+
+Start = Callable[[Plan, list[Handle]], tuple[Sequence[torch.Tensor], list[Handle]]]
+"""Runs a forward plan on blocks, with its effects: the results, and its residuals."""
+
+
+class _Way(NamedTuple):
+    """How gradients follow from the cotangents of certain results."""
+
+    plans: WholePlans
+    reached: list[bool]
+    """For each leaf, whether it gets a gradient."""
+
+
+class Derivable:
+    """A graph of whole values with cotangents, and the plans for those that are given.
+
+    Args:
+        graph: returns results, effects, and the gradients of ``layouts``.
+        inputs, weights, wanted: see ``plans_of``, for all but the gradients.
+        cotangents: the results that have cotangents.
+        layouts: of the leaves.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        graph: GraphModule,
+        inputs: Sequence[Layout],
+        weights: Collection[int],
+        wanted: Sequence[Layout | None],
+        cotangents: Sequence[int],
+        layouts: Sequence[Layout],
+    ) -> None:
+        self.prefix = target.prefix
+        self._target = target
+        self._graph = graph
+        self._given = inputs, weights
+        self._wanted = wanted
+        self._cotangents = tuple(cotangents)
+        self._layouts = layouts
+        self._ways: dict[tuple[int, ...], _Way] = {}
+        self._expected = self._cotangents
+
+    def way(self, given: tuple[int, ...]) -> _Way:
+        """The one from the cotangents of the results ``given``."""
+        if given not in self._ways:
+            places = [k for k, result in enumerate(self._cotangents) if result in given]
+            graph, results = given_only(self._graph, len(self._cotangents), places)
+            reached = [x is not None for x in results[len(self._wanted) :]]
+            layouts = [x for x, has in zip(self._layouts, reached, strict=True) if has]
+            wanted = [*self._wanted, *layouts]
+            plans = plans_of(self._target, graph, *self._given, wanted, given, len(layouts))
+            self._ways[given] = _Way(plans, reached)
+        return self._ways[given]
+
+    def first(self) -> WholePlans:
+        return self.way(self._cotangents).plans
+
+    def call(
+        self, start: Start, held: list[Handle], leaves: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Call it so that ``backward()`` reaches the leaves."""
+        return list(_Call.apply(self, start, held, *leaves))
+
+    def forward(self, ctx: Any, start: Start, held: list[Handle]) -> tuple[torch.Tensor, ...]:
+        expected = self._expected
+        results, residuals = start(self.way(expected).plans.forward, list(held))
+        ctx.pull_back = functools.partial(self._gradients, expected, held, residuals)
+        others = [x for k, x in enumerate(results) if k not in self._cotangents]
+        ctx.mark_non_differentiable(*others)
+        return tuple(results)
+
+    def _gradients(
+        self,
+        expected: tuple[int, ...],
+        held: list[Handle],
+        residuals: list[Handle],
+        cotangents: Sequence[torch.Tensor | None],
+    ) -> list[tuple[Layout, Handle] | None]:
+        given = tuple(k for k, x in enumerate(cotangents) if x is not None)
+        if not given:
+            return [None] * len(self._layouts)
+        plans, reached = self.way(given)
+        backward = plans.backward
+        assert backward is not None
+        with self._target.settings():
+            if given != expected:  # its effects are those of the call, which has had them
+                residuals = plans.forward.run(list(held))[len(plans.forward.outputs) :]
+                self._expected = given
+            layouts = [plans.forward.outputs[k] for k in given]
+            tensors = [x for x in cotangents if x is not None]
+            handles = backward.run([*residuals, *handles_of(tensors, layouts)])
+        found = zip(backward.outputs, handles, strict=True)
+        return [next(found) if has else None for has in reached]
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, derivable: Derivable, start: Start, held: list[Handle], *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.prefix = derivable.prefix
+        ctx.are_sharded = [type(leaf) is ShardedTensor for leaf in leaves]
+        return derivable.forward(ctx, start, held)
+
+    @staticmethod
+    @boundary
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{ctx.prefix}: create_graph=True: its gradient has no derivative outside of it. "
+                "Compute the gradient in the function (torch.autograd.grad, torch.func.grad), or "
+                "pass compile=False to jit."
+            )
+        gradients = [
+            None if found is None else make_sharded(*found) if is_sharded else gather(*found)
+            for found, is_sharded in zip(ctx.pull_back(cotangents), ctx.are_sharded, strict=True)
+        ]
+        return (None, None, None, *gradients)
