@@ -175,6 +175,24 @@ def test_inside_of_mapped_functions_it_is_the_function():
     assert f.num_traces == 0
 
 
+def test_what_is_resharded_names_the_users_line():
+    w, count = on(P("x"), X[:4]).requires_grad_(), on(P(), X[:2])
+
+    def step(x):
+        count.add_(1)
+        y = (x @ w).sort(0)[0]
+        y.sum().backward()
+
+    found = [
+        (each.operation, each.place.split("`")[1]) for each in jit(step).lower(on(P("x"))).resharded
+    ]
+    assert found[:2] == [
+        ("aten.mm.default", "y = (x @ w).sort(0)[0]"),
+        ("aten.sort.default", "y = (x @ w).sort(0)[0]"),
+    ]
+    assert {place for _, place in found[2:]} == {"y.sum().backward()"}
+
+
 def test_a_setting_tells_of_gathers(monkeypatch):
     x, w = on(P("x")), on(P("x"), X[:4])
     moved = "float32.4, 4. from PartitionSpec.'x',. to PartitionSpec.. .64 B."

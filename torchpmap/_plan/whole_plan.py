@@ -59,6 +59,8 @@ class Moved(NamedTuple):
     """An operand that an operation could not take as it lay."""
 
     operation: str
+    place: str
+    """The user's line."""
     kind: str
     """Dtype and shape of the whole."""
     before: PartitionSpec
@@ -68,7 +70,8 @@ class Moved(NamedTuple):
 
     def __str__(self) -> str:
         moved = f"{self.kind} from {self.before} to {self.after}"
-        return f"{self.operation}: {moved} ({size_text(self.num_bytes)})"
+        at = f" at {self.place}" if self.place else ""
+        return f"{self.operation}: {moved} ({size_text(self.num_bytes)}){at}"
 
 
 def grid_of(devices: tuple[Device, ...], layouts: Sequence[Layout]) -> Grid | None:
@@ -168,7 +171,8 @@ def _body(target: Target, emitter: Emitter, results: Sequence[Value]) -> Body:
 
 def _moved(grid: _WholeGrid, each: Reshard) -> Moved:
     kind, before = kind_of(each.shape, each.dtype), grid.spec_of(each.cut)
-    return Moved(each.operation, kind, before, grid.spec_of(each.wanted), each.num_bytes)
+    after = grid.spec_of(each.wanted)
+    return Moved(each.operation, each.place, kind, before, after, each.num_bytes)
 
 
 def _write_norms_as_roots(module: GraphModule) -> None:

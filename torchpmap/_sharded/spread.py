@@ -34,6 +34,7 @@ from torchpmap._sharded.spmd import WITHOUT_STRIDES, Emitter
 from torchpmap._sharded.trial import Trial, meta
 from torchpmap._sharded.unforeseen import name_of
 from torchpmap._trace.graphs import placeholders, results_of
+from torchpmap._trace.repetition import place_of
 
 _aten = torch.ops.aten
 
@@ -88,6 +89,8 @@ class Reshard:
     """An operand that an operation could not take as it lay."""
 
     operation: str
+    place: str
+    """The user's line."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     cut: Cut
@@ -350,8 +353,8 @@ class Spread:
     def _brought(self, node: Node, source: Node, wanted: Cut) -> Node:
         value: Value = self._values[source]
         if self.emitter.sends(value.cut, wanted):
-            name = str(node.target)
-            self.reshards.append(Reshard(name, value.shape, value.dtype, value.cut, wanted))
+            where = str(node.target), place_of(node)
+            self.reshards.append(Reshard(*where, value.shape, value.dtype, value.cut, wanted))
         return self._moved_to(source, wanted)
 
     def _moved_to(self, node: Node, wanted: Cut) -> Node:

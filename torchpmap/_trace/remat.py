@@ -37,6 +37,7 @@ from torchpmap._base.torch_internals import (
 )
 from torchpmap._base.torch_versions import checkpoint_bracket
 from torchpmap._trace.graphs import is_kept, placeholders
+from torchpmap._trace.repetition import keep_places
 from torchpmap.random._streams import active_streams
 
 _aten = torch.ops.aten
@@ -354,6 +355,7 @@ def without_writes(graph: GraphModule, record: Record) -> GraphModule:
         result = graph_of(functional, examples)
     result.graph.eliminate_dead_code(is_impure_node=is_kept)
     record.follow(interpreter.made)
+    keep_places(interpreter.made)
     return result
 
 

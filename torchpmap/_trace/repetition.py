@@ -8,14 +8,16 @@ makes, however many operations there are in it: ``model(x)`` is one, also of 300
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.sources import PACKAGE, STDLIB, is_users, line
 
@@ -87,12 +89,28 @@ class Executions:
             self._is_asked_for = self._counts[place] > LIMIT and _is_asked_for(innermost)
         if not self._is_asked_for:
             node.meta[_PLACE] = _Place(*place, self._number)
+            if node.target is operator.getitem:
+                node.all_input_nodes[0].meta.setdefault(_PLACE, node.meta[_PLACE])
 
     def _belongs_to_user(self, frame: FrameType, file: str) -> bool:
         found = is_users(frame) and (not file.startswith(STDLIB) or _SITE in file)
         if not file.startswith("<"):  # code of no file may be torch's or the user's
             self._is_users[file] = found
         return found
+
+
+def place_of(node: Node) -> str:
+    """The user's line that made a node; empty if it is not known."""
+    place = node.meta.get(_PLACE)
+    return "" if place is None else line(place.file, place.line)
+
+
+def keep_places(made: Mapping[Node, Iterable[Node]]) -> None:
+    """``made``: the nodes that each node of another graph became."""
+    for node, others in made.items():
+        if _PLACE in node.meta:
+            for other in others:
+                other.meta.setdefault(_PLACE, node.meta[_PLACE])
 
 
 def _is_asked_for(frame: FrameType) -> bool:

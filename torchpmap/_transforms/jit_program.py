@@ -365,7 +365,8 @@ class LoweredProgram:
     """A function of ``jit`` for certain arguments, traced and not yet compiled.
 
     Attributes:
-        resharded: operands that operations cannot take as they lie, and so are sent around.
+        resharded: operands that operations cannot take as they lie, and so are sent around; each
+            with the user's line that asks for it (``place``).
 
     Example:
         >>> import torch, torchpmap as tp
@@ -373,8 +374,9 @@ class LoweredProgram:
         >>> w = tp.device_put(torch.zeros(8, 4), tp.NamedSharding(mesh, tp.P("x")))
         >>> x = tp.device_put(torch.zeros(8, 8), tp.NamedSharding(mesh, tp.P("x")))
         >>> lowered = tp.jit(lambda x: x @ w).lower(x)
-        >>> print(*lowered.resharded)
-        aten.mm.default: float32[8, 4] from PartitionSpec('x',) to PartitionSpec() (128 B)
+        >>> [moved] = lowered.resharded
+        >>> print(f"{moved.operation}: {moved.kind} from {moved.before} to {moved.after}")
+        aten.mm.default: float32[8, 4] from PartitionSpec('x',) to PartitionSpec()
         >>> print(lowered.cost())
         128 flops on each device
         all_gather_into_tensor over x: 32 B
