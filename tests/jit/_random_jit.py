@@ -1,0 +1,229 @@
+"""Random programs for ``jit``: ordinary torch, on values that lie anywhere.
+
+    python tests/jit/_random_jit.py 2000 7      # as many programs, from this seed
+
+A program is a few operations on values of 4 elements in each dim, so that no error tells when one
+dim is taken for another.  Its gradients are taken inside of the function, outside of it, or by a
+step of an optimizer.  What is right is what torch gives in one process.
+"""
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCHPMAP_DEVICE_TYPE", "cpu")
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+import torch
+import torch.nn.functional as F
+from _support import EAGER
+from torch.utils.checkpoint import checkpoint
+
+import torchpmap as tp
+
+ORDER = torch.tensor([2, 0, 3, 1])
+WEIGHTS = torch.tensor([0.5, -1.0, 2.0, 0.25], dtype=torch.float64)
+
+
+def in_place(change: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def run(x: Any, d: int) -> Any:
+        y = x * 1
+        change(y, d)
+        return y
+
+    return run
+
+
+def detached_part(x: Any, d: int) -> Any:
+    with torch.no_grad():
+        scale = x.abs().amax(d, keepdim=True)
+    return x / (scale + 1)
+
+
+UNARY: dict[str, Callable[[Any, int], Any]] = {
+    "sin": lambda x, d: x.sin(),
+    "tanh": lambda x, d: x.tanh(),
+    "gelu": lambda x, d: F.gelu(x),
+    "square": lambda x, d: x.square() / 2,
+    "scale": lambda x, d: x * -0.5 + 1,
+    "swap": lambda x, d: x.transpose(d, -1),
+    "flip": lambda x, d: x.flip(d),
+    "roll": lambda x, d: x.roll(1, d),
+    "cumsum": lambda x, d: x.cumsum(d) / 4,
+    "softmax": lambda x, d: x.softmax(d),
+    "logsumexp": lambda x, d: x - x.logsumexp(d, keepdim=True),
+    "sort": lambda x, d: x.sort(d).values,
+    "topk": lambda x, d: x.topk(4, d).values,
+    "sum": lambda x, d: x + x.sum(d, keepdim=True) / 4,
+    "mean": lambda x, d: x - x.mean(),
+    "std": lambda x, d: x / (x.std(d, keepdim=True) + 1),
+    "amax": lambda x, d: x.amax(d, keepdim=True) - x,
+    "norm": lambda x, d: x / (torch.linalg.vector_norm(x, dim=d, keepdim=True) + 1),
+    "layer_norm": lambda x, d: F.layer_norm(x, x.shape[-1:]),
+    "take": lambda x, d: x.index_select(d, ORDER),
+    "gather": lambda x, d: x.gather(d, ORDER.view(-1, *[1] * (x.ndim - 1 - d)).expand(x.shape)),
+    "index": lambda x, d: x[ORDER] if d == 0 else x[:, ORDER],
+    "where": lambda x, d: torch.where(x > 0, x, x.exp() - 1),
+    "halves": lambda x, d: torch.cat([x.narrow(d, 2, 2), x.narrow(d, 0, 2) * 2], d),
+    "split": lambda x, d: torch.cat(x.split(1, d)[::-1], d),
+    "reshape": lambda x, d: x.reshape(2, -1).tanh().reshape(x.shape),
+    "flatten": lambda x, d: (x.flatten() * 2).view(x.shape),
+    "tril": lambda x, d: x.tril() + 1,
+    "weights": lambda x, d: x * WEIGHTS.view(-1, *[1] * (x.ndim - 1 - d)),
+    "expand": lambda x, d: x.select(d, 1).unsqueeze(d).expand(x.shape) + x,
+    "stop": lambda x, d: x.detach() + x / 2,
+    "checkpoint": lambda x, d: checkpoint(lambda y: y.sin() * y, x, use_reentrant=False),
+    "part": detached_part,
+    "add_": in_place(lambda y, d: y.add_(1)),
+    "slice_": in_place(lambda y, d: y.narrow(d, 1, 2).mul_(2)),
+    "transposed_": in_place(lambda y, d: y.transpose(0, d).sin_()),
+    "set_": in_place(lambda y, d: y.select(d, 2).copy_(y.select(d, 0) * 3)),
+}
+BINARY: dict[str, Callable[[Any, Any, int], Any]] = {
+    "add": lambda x, y, d: x + y,
+    "mul": lambda x, y, d: x * y / 2,
+    "div": lambda x, y, d: x / (y.square() + 1),
+    "maximum": lambda x, y, d: torch.maximum(x, y),
+    "matmul": lambda x, y, d: x @ y / 4,
+    "matmul_t": lambda x, y, d: x @ y.transpose(-1, -2) / 4,
+    "cat": lambda x, y, d: torch.cat([x, y], d).narrow(d, 2, 4) if x.shape == y.shape else x - y,
+    "stack": lambda x, y, d: torch.stack([x, y]).mean(0) if x.shape == y.shape else x - 2 * y,
+    "lerp": lambda x, y, d: torch.lerp(x, y, 0.25) if x.shape == y.shape else y - x,
+    "einsum": lambda x, y, d: torch.einsum("...ij,...ik->...kj", x, y) / 4,
+    "where": lambda x, y, d: torch.where(x > y, x, y * 2),
+    "masked": lambda x, y, d: x.masked_fill(y > 0, 0.5),
+}
+WAYS = ["forward", "inside", "outside", "one of two", "step"]
+SPECS = [(), (0,), (1,), (0, 1), (1, 0)]
+"""Of two dims: the axes of a mesh that cut each."""
+
+
+class Step(NamedTuple):
+    operation: str
+    operands: tuple[int, ...]
+    dim: int
+
+
+class RandomProgram(NamedTuple):
+    shapes: list[tuple[int, ...]]
+    """Of inputs: the first two are arguments, the others are closed over, and may have
+    gradients.
+    """
+    steps: list[Step]
+    way: str
+    writes: bool
+    layouts: list[tuple[int, Any]]
+    """Of each input: 0 in this process, 1 on a line of devices, 2 on a square; and its spec."""
+
+
+def made(seed: object) -> RandomProgram:
+    r = random.Random(f"{seed}")
+    shapes = [(4,) * r.choice([2, 2, 3]) for _ in range(r.choice([3, 4, 5]))]
+    steps: list[Step] = []
+    ranks = [len(shape) for shape in shapes]
+    for _ in range(r.randint(2, 7)):
+        a, b = (r.choice(range(len(ranks))) for _ in range(2))
+        if r.random() < 0.6:
+            a = len(ranks) - 1 if steps else a
+        if r.random() < 0.55:
+            steps.append(Step(r.choice(list(UNARY)), (a,), r.randrange(ranks[a])))
+            ranks.append(ranks[a])
+        else:
+            rank = min(ranks[a], ranks[b])
+            steps.append(Step(r.choice(list(BINARY)), (a, b), r.randrange(rank)))
+            ranks.append(max(ranks[a], ranks[b]))
+    layouts = [(r.choice([0, 1, 1, 2, 2]), r.choice(SPECS)) for _ in shapes]
+    return RandomProgram(shapes, steps, r.choice(WAYS), r.random() < 0.3, layouts)
+
+
+def placed(x: torch.Tensor, layout: tuple[int, Any]) -> Any:
+    kind, order = layout
+    if kind == 0:
+        return x
+    names = ("x", "y")[:kind]
+    mesh = tp.make_mesh((4,) if kind == 1 else (2, 2), names)
+    entries = [None if k >= len(order) or order[k] >= kind else names[order[k]] for k in range(2)]
+    return tp.device_put(x, tp.NamedSharding(mesh, tp.P(*entries)))
+
+
+def run(program: RandomProgram, on_devices: bool) -> list[torch.Tensor]:
+    """All that a program gives and leaves behind, after two calls."""
+    generator = torch.Generator().manual_seed(1)
+
+    def new(k: int) -> Any:
+        x = torch.randn(program.shapes[k], dtype=torch.float64, generator=generator)
+        return placed(x, program.layouts[k]) if on_devices else x
+
+    closed = [new(k) for k in range(2, len(program.shapes))]
+    trained = [x.requires_grad_() for x in closed[::2]] if program.way != "forward" else []
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9) if program.way == "step" else None
+    count = new(0) * 0
+
+    def f(a: Any, b: Any) -> Any:
+        values = [a, b, *closed]
+        for operation, operands, dim in program.steps:
+            given = [values[k] for k in operands]
+            table: Any = UNARY if len(given) == 1 else BINARY
+            values.append(table[operation](*given, dim))
+        result, other = values[-1], values[-2] * 1
+        if program.writes:
+            with torch.no_grad():
+                count.add_(values[0]).mul_(0.5)
+        if program.way == "inside" and result.requires_grad:
+            result.sin().sum().backward()
+        if optimizer is not None and result.requires_grad:
+            optimizer.zero_grad()
+            result.square().mean().backward()
+            optimizer.step()
+        return result, other
+
+    jitted = tp.jit(f, compile=EAGER, fullgraph=True) if on_devices else f
+    found: list[Any] = []
+    for _ in range(2):
+        result, other = jitted(new(0), new(1))
+        if program.way == "outside" and result.requires_grad:
+            (result.sin().sum() + (other * 2).sum()).backward()
+        if program.way == "one of two" and other.requires_grad:
+            other.square().sum().backward()
+        found += [result, other]
+    left = [x.grad for x in trained if x.grad is not None]
+    return [x.detach().cpu() for x in (*found, *closed, *left, count)]
+
+
+def failure(program: RandomProgram) -> str | None:
+    """How a program differs on devices."""
+    right = run(program, False)
+    try:
+        mine = run(program, True)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if len(mine) != len(right):
+        return f"{len(mine)} values instead of {len(right)}"
+    for k, (a, b) in enumerate(zip(mine, right, strict=True)):
+        try:
+            torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
+        except AssertionError as error:
+            return f"value {k}: {error}"
+    return None
+
+
+def main(count: int, seed: str) -> int:
+    tp.init(4)
+    begin, failures = time.monotonic(), 0
+    for k in range(count):
+        program = made(f"{seed}:{k}")
+        wrong = failure(program)
+        if wrong is not None:
+            failures += 1
+            print(f"{seed}:{k} {program}\n    {wrong[:400]}", flush=True)
+    print(f"{count} programs, {failures} wrong, {time.monotonic() - begin:.0f} s")
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(int(sys.argv[1]), sys.argv[2])))
