@@ -190,7 +190,7 @@ def run(program: RandomProgram, on_devices: bool) -> list[torch.Tensor]:
             (result.sin().sum() + (other * 2).sum()).backward()
         if program.way == "one of two" and other.requires_grad:
             other.square().sum().backward()
-        found += [result, other]
+        found += [result.detach().cpu().clone(), other.detach().cpu().clone()]
     left = [x.grad for x in trained if x.grad is not None]
     return [x.detach().cpu() for x in (*found, *closed, *left, count)]
 

@@ -1,5 +1,9 @@
 """``backward()`` outside of a jitted function, through what its calls return."""
 
+import functools
+import warnings
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -180,6 +184,139 @@ def with_and_without_gradients(on):
         return [f(on.put(data(1))), *gradients(model)]
 
 
+def leaf(on, value=1.0):
+    return on.put(torch.full((8, 8), value, dtype=torch.float64)).requires_grad_()
+
+
+@cases.add(num_traces=2)
+def a_tensor_that_is_two_arguments(on):
+    w, a, b = leaf(on), leaf(on), leaf(on)
+    f = on.jit(lambda x, y: (x * 2 + y * 3).sum())
+    for x, y in ((w, w), (a, b), (w, w)):
+        f(x, y).backward()
+    return [w.grad, a.grad, b.grad]
+
+
+@cases.add(num_traces=2)
+def an_argument_that_is_closed_over(on):
+    w, z = leaf(on), leaf(on)
+    f = on.jit(lambda x: (x * 2 + w * 3).sum())
+    for x in (w, z, w):
+        f(x).backward()
+    return [w.grad, z.grad]
+
+
+@cases.add(fullgraph=False)
+def an_argument_that_is_closed_over_and_gets_its_gradient_inside(on):
+    w, z = leaf(on), leaf(on)
+    f = on.jit(lambda x: (x * 2 + w * 3).sum().backward())
+    for x in (w, z):
+        f(x)
+    return [w.grad, z.grad]
+
+
+@cases.add(fullgraph=False)
+def an_argument_that_is_closed_over_and_written_to(on):
+    a, b = (on.put(torch.zeros(8, 8)) for _ in range(2))
+    f = on.jit(lambda x: a.add_(1))
+    for x in (a, b):
+        f(x)
+    return [a, b]
+
+
+@cases.add(fullgraph=False)
+def what_the_backward_pass_writes_to(on):
+    w, seen = leaf(on), on.put(torch.zeros(8, 8, dtype=torch.float64))
+
+    def f():
+        y = w * 2
+        y.register_hook(lambda grad: (seen.add_(grad), None)[1])
+        return y.sin().sum()
+
+    loss = on.jit(f)()
+    before = seen.clone()
+    loss.backward()
+    return [before, seen, w.grad]
+
+
+@cases.add(num_traces=1)
+def what_only_the_backward_pass_reads(on):
+    w, factor = leaf(on), on.put(torch.full((8, 8), 3.0, dtype=torch.float64))
+
+    def f(x):
+        y = w * 2
+        y.register_hook(lambda grad: grad * factor)
+        return (y * x).sum()
+
+    on.jit(f)(on.put(data())).backward()
+    return [w.grad, factor]
+
+
+class Mixed(torch.autograd.Function):
+    """Its backward pass is not linear in the cotangents."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        return a * 2, b * 3
+
+    @staticmethod
+    def backward(ctx, a, b):
+        return a * 2 * (1 + b.square().sum()), b * 3 + a.sum()
+
+
+@cases.add(fullgraph=False)
+def a_function_of_two_results(on):
+    a, b = leaf(on), leaf(on)
+    on.jit(lambda: Mixed.apply(a, b))()[0].sum().backward()
+    return [a.grad, b.grad]
+
+
+@cases.add(num_traces=1)
+def autocast_is_not_around_the_backward_pass(on):
+    w = on.put(data(1).float() + 4 * torch.eye(8)).requires_grad_()
+
+    def f(x):
+        with torch.autocast("cpu", enabled=False):
+            return torch.linalg.inv(w) @ x.float()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = on.jit(f)(on.put(data()))
+    y.sum().backward()
+    return [y, w.grad]
+
+
+@cases.add(num_traces=1)
+def a_function_that_asks_for_gradients(on):
+    w = leaf(on)
+
+    @on.jit
+    def f():
+        with torch.enable_grad():
+            return w.square().sum()
+
+    with torch.no_grad():
+        loss = f()
+    loss.backward()
+    return [w.grad]
+
+
+@cases.add(fullgraph=False)
+def gradients_that_require_grad(on):
+    w = leaf(on)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward.* with create_graph=True")
+        on.jit(lambda: w.pow(3).sum().backward(create_graph=True))()
+    assert w.grad.requires_grad
+    return [w.grad]
+
+
+@cases.add(fullgraph=False)
+def a_computed_argument_that_is_written_to(on):
+    w = leaf(on)
+    on.jit(lambda x: x.mul_(2).sin().sum())(w * 1).backward()
+    return [w.grad]
+
+
 test_as_in_plain_torch = cases.tests()
 
 
@@ -223,3 +360,39 @@ def test_second_derivatives_are_refused():
     y = tp.jit(lambda: w.pow(3), compile={"backend": "eager"})().sum()
     with pytest.raises(NotImplementedError, match="its gradient has no derivative outside of it"):
         torch.autograd.grad(y, w, create_graph=True)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_what_torch_refuses(jitted):
+    w = tp.replicate(torch.ones(8)).requires_grad_()
+    jit = functools.partial(tp.jit, compile={"backend": "eager"}) if jitted else lambda f: f
+    loss = jit(lambda: w.square().sum())()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+    assert torch.equal(w.grad.cpu(), torch.full((8,), 2.0))
+
+    def overwritten():
+        x = w.exp()
+        y = x * w
+        x.add_(1)
+        return y, w.sin()
+
+    with pytest.warns(match="its derivative cannot be traced") if jitted else nullcontext():
+        y, z = jit(overwritten)()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (y + z).sum().backward()
+
+
+def test_a_backward_pass_frees_what_it_needed():
+    w = tp.replicate(torch.ones(1000, 100)).requires_grad_()
+    f = tp.jit(lambda: (w.sin().exp().sum(), 1), compile={"backend": "eager"})
+    before = tp.memory_stats()[tp.devices()[0]].value_bytes
+    losses = []
+    for _ in range(4):
+        loss, _ = f()
+        loss.backward()
+        w.grad = None
+        losses.append(loss)
+    after = tp.memory_stats()[tp.devices()[0]].value_bytes
+    assert after - before < w.nbytes

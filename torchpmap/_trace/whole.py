@@ -33,7 +33,13 @@ from torchpmap._trace.passes import drop_copies, drop_detaches, drop_in_place_vi
 from torchpmap._trace.remat import Record, without_writes
 from torchpmap._trace.trace import Untraceable, recorded
 from torchpmap._trace.whole_capture import Hook, Leaf, Replace, WholeCapture
-from torchpmap._trace.whole_gradient import is_differentiable, pulled_back, refuse_others, split_off
+from torchpmap._trace.whole_gradient import (
+    given_are_leaves,
+    is_differentiable,
+    pulled_back,
+    refuse_others,
+    split_off,
+)
 from torchpmap.random._streams import streams
 
 Fun = Callable[[Sequence[torch.Tensor]], tuple[Any, Sequence[torch.Tensor]]]
@@ -103,17 +109,19 @@ def trace_whole(
                 stack.enter_context(mode)
             for real, x in zip(arguments, given, strict=True):
                 capture.adopt(real, x, is_given=True)
-            returned, results = fun(given)
+            with given_are_leaves(capture):
+                returned, results = fun(given)
             results = [capture.substitute(x) for x in results]
             capture.check()
             optimizers.check()
             states = [*capture.captured, *arguments]
             stand_ins = [capture.stand_ins[id(x)] for x in capture.captured]
-            refuse_others(results, [*stand_ins, *given])
             leaves = list(capture.leaves.values())
             grads = [leaf.gradient() for leaf in leaves]
+            refuse_others(results, [*stand_ins, *given, *grads])
             through = [k for k, x in enumerate(results) if is_differentiable(x)]
-            cotangents, pulled = pulled_back(capture, [results[k] for k in through])
+            ends = [results[k] for k in through]
+            cotangents, pulled = pulled_back(capture, ends, given)
         number = len(results)
         found.append(_Found(returned, number, states, leaves, grads, through, cotangents, pulled))
         kept = [x for x in (*grads, *pulled) if x is not None]
@@ -167,7 +175,9 @@ def _effects(
     """Of the results, keep those that tell of an effect; of what is captured, what is used."""
     outputs, num, states = results_of(graph.graph), found.num_results, found.states
     places, closed_over = split_off(graph, capture.captured, found.cotangents)
-    written = _written(states, places, outputs[num:])
+    given = places[len(closed_over) :]
+    before = [*places[: len(states) - len(given)], *given]  # not what only the backward pass meets
+    written = _written(states, before, outputs[num:])
     new = iter(outputs[num + len(states) :])
     left = [
         (leaf, grad, None if grad is None else next(new))

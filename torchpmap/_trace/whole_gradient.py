@@ -9,7 +9,8 @@ all that is computed from it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,29 +27,39 @@ Tensors = Sequence[torch.Tensor]
 
 def is_differentiable(result: torch.Tensor) -> bool:
     """Whether ``backward()`` has not yet freed what a result was computed from."""
-    waiting, seen = [result.grad_fn], set()
-    if result.grad_fn is None:
-        return False
+    return result.grad_fn is not None and not any(map(_is_freed, _nodes([result])))
+
+
+def _nodes(results: Tensors) -> set[Any]:
+    """The nodes of autograd that results were computed by."""
+    waiting: list[Any] = [x.grad_fn for x in results]
+    seen: set[Any] = set()
     while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        try:
-            for name in dir(node):
-                if name.startswith("_saved_"):
-                    getattr(node, name)
-        except RuntimeError:  # freed
-            return False
-        waiting += [source for source, _ in node.next_functions]
-    return True
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [source for source, _ in node.next_functions]
+    return seen
 
 
-def refuse_others(results: Tensors, states: Tensors) -> None:
-    """Raise if ``backward()`` could follow where no cotangent of a result comes by."""
-    if any(is_differentiable(x) for x in states):
+def _is_freed(node: Any) -> bool:
+    try:
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                getattr(node, name)
+    except RuntimeError as error:  # or a value was written to since, which ``backward()`` refuses
+        return "freed" in str(error)
+    return False
+
+
+def refuse_others(results: Tensors, states: Sequence[torch.Tensor | None]) -> None:
+    """Raise if ``backward()`` could follow where no cotangent of a result comes by.
+
+    states: what the function leaves behind: tensors of the caller, and gradients.
+    """
+    if any(x is not None and is_differentiable(x) for x in states):
         raise Untraceable(
-            "backward() may follow through a tensor that it writes",
+            "backward() may follow through a tensor or a gradient that it writes",
             users_line(),
             "torch.no_grad() where it writes, or x.detach()",
         )
@@ -56,7 +67,24 @@ def refuse_others(results: Tensors, states: Tensors) -> None:
         raise Untraceable("it returns a new leaf that requires grad", users_line(), "x.detach()")
 
 
-def pulled_back(capture: WholeCapture, results: Tensors) -> tuple[list[Any], list[Any]]:
+@contextlib.contextmanager
+def given_are_leaves(capture: WholeCapture) -> Iterator[None]:
+    """A block that calls the function: arguments that were computed outside are leaves in it, which
+    torch lets no operation write to.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        computed = [leaf for leaf in capture.leaves.values() if not leaf.is_stored]
+        if not computed or "a leaf Variable that requires grad" not in str(error):
+            raise
+        what = "it writes to an argument that requires grad"
+        raise Untraceable(what, users_line(), "x.clone()") from error
+
+
+def pulled_back(
+    capture: WholeCapture, results: Tensors, arguments: Tensors
+) -> tuple[list[Any], list[Any]]:
     """Real tensors that stand for the cotangents of results, and what the stand-ins of all leaves
     get from them: a gradient or None.
     """
@@ -67,16 +95,42 @@ def pulled_back(capture: WholeCapture, results: Tensors) -> tuple[list[Any], lis
             kinds = [(tuple(x.shape), x.dtype) for x in results]
             cotangents = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
         given = [capture.substitute(x) for x in cotangents]
+    if len(results) > 1 and any(map(_may_mix, _nodes(results))):
+        raise Untraceable(
+            "several results require grad, and a torch.autograd.Function of several results is "
+            "among what they are computed by: what it does with a cotangent that is not there is "
+            "not known",
+            users_line(),
+            "one result, or x.detach() for others",
+        )
     leaves = [leaf.stand_in for leaf in capture.leaves.values()]
+    before = {id(x): x._version for x in (*capture.stand_ins.values(), *arguments)}
     capture.is_outside = True
     try:
-        gradients = list(torch.autograd.grad(results, leaves, given, allow_unused=True))
+        # autocast around the call is not around the backward pass
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            gradients = list(torch.autograd.grad(results, leaves, given, allow_unused=True))
     except (RuntimeError, NotImplementedError) as error:
         why = f"its derivative cannot be traced ({error})"
         raise Untraceable(why, users_line(), "torch.no_grad() around the call") from error
+    after = [*capture.stand_ins.values(), *arguments]
+    if any(x._version != before.get(id(x), 0) for x in after):
+        raise Untraceable(
+            "its backward pass, which runs outside of it, writes to a tensor",
+            users_line(),
+            "loss.backward() in the function",
+        )
     if all(gradient is None for gradient in gradients):
         raise Untraceable("its results require grad of new leaves", users_line(), "x.detach()")
     return cotangents, gradients
+
+
+def _may_mix(node: Any) -> bool:
+    """Whether a node is a ``torch.autograd.Function`` of several results: its formula need not be
+    linear in their cotangents.
+    """
+    is_users = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return is_users and len(getattr(node, "_input_metadata", (0, 0))) > 1
 
 
 def split_off(

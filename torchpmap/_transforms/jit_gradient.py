@@ -85,12 +85,18 @@ class Derivable:
         self, start: Start, held: list[Handle], leaves: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Call it so that ``backward()`` reaches the leaves."""
-        return list(_Call.apply(self, start, held, *leaves))
+        as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.enable_grad(), as_they_are:  # results require grad as they did in the trace
+            return list(_Call.apply(self, start, held, *leaves))
 
     def forward(self, ctx: Any, start: Start, held: list[Handle]) -> tuple[torch.Tensor, ...]:
         expected = self._expected
         results, residuals = start(self.way(expected).plans.forward, list(held))
-        ctx.pull_back = functools.partial(self._gradients, expected, held, residuals)
+        token = torch.empty(0, device="cpu")  # autograd frees it, and with it what it holds
+        token.pull_back = functools.partial(  # type: ignore[attr-defined]
+            self._gradients, expected, held, residuals
+        )
+        ctx.save_for_backward(token)
         others = [x for k, x in enumerate(results) if k not in self._cotangents]
         ctx.mark_non_differentiable(*others)
         return tuple(results)
@@ -132,6 +138,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     @boundary
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        (token,) = ctx.saved_tensors
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 f"{ctx.prefix}: create_graph=True: its gradient has no derivative outside of it. "
@@ -140,6 +147,6 @@ class _Call(torch.autograd.Function):
             )
         gradients = [
             None if found is None else make_sharded(*found) if is_sharded else gather(*found)
-            for found, is_sharded in zip(ctx.pull_back(cotangents), ctx.are_sharded, strict=True)
+            for found, is_sharded in zip(token.pull_back(cotangents), ctx.are_sharded, strict=True)
         ]
         return (None, None, None, *gradients)

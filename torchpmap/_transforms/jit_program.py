@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from torchpmap._base.ambient import ambient
+from torchpmap._base.ambient import ambient, for_graph
 from torchpmap._base.devices import Device
 from torchpmap._base.pytree import flatten, flatten_call
 from torchpmap._layout.grid import Grid
@@ -56,7 +56,8 @@ class Options:
         return f"jit({self.name})"
 
     def target(self, grid: Grid, seed: torch.Tensor) -> Target:
-        options = self.prefix, self.name, grid, self.backend, seed, ambient(), self.timeout
+        settings = for_graph(ambient())  # its casts are in the graph already
+        options = self.prefix, self.name, grid, self.backend, seed, settings, self.timeout
         return Target(*options, what=f"`{self.name}`", where=self.where)
 
 
@@ -270,9 +271,9 @@ class Program:
         self._closed = [x for x in traced.met if id(x) not in grad_of and id(x) not in numbers]
         self._kinds = _kinds(self._closed)
         self._hooked = [(target(x), _hooks(x)) for x in traced.leaves]
-        self._own = {
-            id(x): x for x in (*self._closed, *traced.written) if id(x) not in self._places
-        }
+        written = [x for x in traced.written if id(x) not in self._places]
+        self._own = {id(x): x for x in (*self._closed, *written)}
+        self._alike = self._pattern(tensors)
         self._writes = bool(self._written or self._graded)
         writes_plain = any(type(x) is not ShardedTensor for x in traced.written)
         plain = [x for x in self._own.values() if type(x) is not ShardedTensor]
@@ -287,6 +288,8 @@ class Program:
         """Whether all is as it was when the function was traced, but for values."""
         if not self.plan.holds() or _kinds(self._closed) != self._kinds:
             return False
+        if self._pattern(tensors) != self._alike:
+            return False
         for target, layout in self._asked:
             if _layout_of_gradient(target.of(tensors)) != layout:
                 return False
@@ -294,6 +297,19 @@ class Program:
             if _hooks(target.of(tensors)) != hooks:
                 return False
         return all(numbers.hold() for numbers in self._numbers)
+
+    def _pattern(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Which arguments are another argument, or are closed over: the graph names a gradient by
+        its tensor.
+        """
+        seen: dict[int, int] = {}
+        found = {}
+        for k, x in enumerate(tensors):
+            if id(x) in self._own:
+                found[k] = -id(x)
+            elif seen.setdefault(id(x), k) != k:
+                found[k] = seen[id(x)]
+        return found
 
     def refuses(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a write could reach one value under two names, which the graph does not know."""
