@@ -1,7 +1,10 @@
 """Steps of ``jit`` in four processes, beside plain torch; ``test_jit_training.py`` runs it."""
 
+import functools
+
 import torch
 from _models import LAYOUTS, cut, made, placed
+from test_jit_outside import train as train_outside
 from test_jit_training import adamw, train
 
 import torchpmap as tp
@@ -25,6 +28,11 @@ def main() -> None:
             for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
                 whole = tp.multihost.all_gather(mine.detach())
                 torch.testing.assert_close(whole, right.detach(), atol=1e-8, rtol=0)
+            jit = functools.partial(tp.jit, compile={"backend": "eager"}, fullgraph=True)
+            model, put = placed(made(kind), layout), functools.partial(cut, layout=layout)
+            losses, _ = train_outside(kind, model, jit, put)
+            expected_outside, _ = train_outside(kind, made(kind))
+            torch.testing.assert_close(losses, expected_outside, rtol=1e-12, atol=0)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from _cases import Cases, OnDevices, data
-from _models import MODELS
+from _models import LAYOUTS, MODELS, batches, cut, made, placed
+from _support import EAGER, mostly_long
 from torch import nn
 
 import torchpmap as tp
@@ -285,6 +286,19 @@ def autocast_is_not_around_the_backward_pass(on):
     return [y, w.grad]
 
 
+@cases.add(num_traces=2)
+def what_fake_kernels_of_torch_promise_wrongly(on):
+    """The dtypes of what the backward pass of attention and of ``layer_norm`` needs."""
+    q = leaf(on)
+    y = on.jit(lambda: F.scaled_dot_product_attention(*[q.view(1, 1, 8, 8)] * 3))()
+    y.square().sum().backward()
+    model = on.model(nn.LayerNorm(8)).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = on.jit(lambda x: model(x))(on.put(torch.eye(8, dtype=torch.bfloat16)))
+    z.float().sum().backward()
+    return [y, q.grad, model[0].bias.grad]
+
+
 @cases.add(num_traces=1)
 def a_function_that_asks_for_gradients(on):
     w = leaf(on)
@@ -320,28 +334,31 @@ def a_computed_argument_that_is_written_to(on):
 test_as_in_plain_torch = cases.tests()
 
 
-@pytest.mark.parametrize("layout", ["replicated", "fully sharded"])
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name, layout):
-    on = OnDevices(layout, True)
-    torch.manual_seed(0)
-    plain = MODELS[name]().double()
-    torch.manual_seed(0)
-    model = on.put(MODELS[name]().double())
-    forward, f = on.jit(lambda x: model(x)), F.cross_entropy
-    shape = {"network": (8, 8), "convolutional": (8, 1, 8, 8), "transformer": (8, 4)}[name]
-    for k in range(3):
-        x, y = data(k, *shape), torch.arange(8) % 4
-        if name == "transformer":
-            x, y = (x.abs() * 5).long().clamp(0, 15), (torch.arange(32) % 16).view(8, 4)
-        right = f(plain(x).flatten(0, -2), y.flatten())
-        right.backward()
-        mine = f(forward(tp.shard_batch(x)).flatten(0, -2), tp.shard_batch(y).flatten())
-        mine.backward()
-        torch.testing.assert_close(mine.detach().cpu(), right.detach(), atol=1e-12, rtol=1e-12)
-        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(a.grad.cpu(), b.grad, atol=1e-12, rtol=1e-12)
+def train(kind, model, jit=lambda forward: forward, put=lambda batch: batch):
+    """The losses of some steps of which only the model is jitted, and that function."""
+    forward, optimizer = jit(lambda x: model(x)), torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in batches(kind, 3):
+        x, y = put(batch)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(forward(x).flatten(0, -2), y.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, forward
+
+
+@pytest.mark.parametrize("compile", mostly_long([EAGER], True))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_models(kind, layout, compile):
+    plain, model = made(kind), placed(made(kind), layout)
+    jit = functools.partial(tp.jit, compile=compile, fullgraph=True)
+    losses, forward = train(kind, model, jit, lambda batch: cut(batch, layout))
+    assert losses == pytest.approx(train(kind, plain)[0], rel=1e-12)
     assert forward.num_traces == 1
+    for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), right.grad, atol=1e-10, rtol=0)
 
 
 def test_dropout_has_one_mask():

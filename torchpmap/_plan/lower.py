@@ -175,8 +175,9 @@ def lower_pair(
         residuals = () if backward else halves.backward_inputs[:count]
         kinds = (*_kinds(mine), *residuals)
         uses_index = traced.uses_index and not backward
+        definition = _definition(target, graph, inputs, kinds, uses_index)
         return Plan(
-            definition=_definition(target, graph, inputs, kinds, uses_index),
+            definition=replace(definition, num_residuals=len(residuals)),
             groups=_groups(target, traced),
             axes=_axes(target, traced),
             prefix=target.prefix,

@@ -120,6 +120,8 @@ class Definition:
     """What it takes, as messages name it; empty: ``inputs``."""
     where: str = ""
     """``file:line`` of the user's function; empty if there is none."""
+    num_residuals: int = 0
+    """How many of its last outputs are for a backward plan."""
 
 
 class CompileReport(NamedTuple):

@@ -37,7 +37,10 @@ def run_first_time(
         for x in results
     ]
     promised = [kind_of(*kind) for kind in definition.outputs]
-    if kinds != promised:
+    # Fake kernels of torch (2.11: attention in float64; 2.15: layer_norm under autocast) promise
+    # other dtypes of what a backward pass needs.  Without compiled code, nothing relies on it.
+    count = len(promised) - (definition.num_residuals if definition.backend == EAGER else 0)
+    if kinds[:count] != promised[:count]:
         raise RuntimeError(
             f"{definition.name}: it gives other values than it was traced to give. It gave "
             f"{', '.join(kinds)} {where}, but tracing promised {', '.join(promised)}. Either it "
