@@ -73,6 +73,8 @@ class WholeTrace:
     optimizers: Optimizers
     cotangents: list[int]
     """The results that ``backward()`` may still go through."""
+    overwritten: dict[int, str]
+    """Others that require grad, and what torch says in their ``backward()``."""
     pulled: list[torch.Tensor]
     """Leaves, and arguments that were computed outside, that it reaches."""
 
@@ -119,11 +121,13 @@ def trace_whole(
             leaves = list(capture.leaves.values())
             grads = [leaf.gradient() for leaf in leaves]
             refuse_others(results, [*stand_ins, *given, *grads])
-            through = [k for k, x in enumerate(results) if is_differentiable(x)]
+            answers = [is_differentiable(x) for x in results]
+            through = [k for k, answer in enumerate(answers) if answer is True]
             ends = [results[k] for k in through]
             cotangents, pulled = pulled_back(capture, ends, given)
-        number = len(results)
-        found.append(_Found(returned, number, states, leaves, grads, through, cotangents, pulled))
+        overwritten = {k: text for k, text in enumerate(answers) if isinstance(text, str)}
+        done = returned, len(results), states, leaves, grads
+        found.append(_Found(*done, through, overwritten, cotangents, pulled))
         kept = [x for x in (*grads, *pulled) if x is not None]
         with torch.no_grad():
             return [x.detach() for x in (*results, *stand_ins, *given, *kept)]
@@ -147,6 +151,7 @@ class _Found(NamedTuple):
     grads: list[torch.Tensor | None]
     through: list[int]
     """The results that have cotangents."""
+    overwritten: dict[int, str]
     cotangents: list[torch.Tensor]
     pulled: list[torch.Tensor | None]
     """What each leaf gets from them; empty if there are none."""
@@ -216,6 +221,7 @@ def _effects(
         grad_of=capture.grad_of,
         optimizers=optimizers,
         cotangents=found.through,
+        overwritten=found.overwritten,
         pulled=[real for real, _ in pulled],
     )
 

@@ -25,9 +25,17 @@ from torchpmap._trace.whole_capture import WholeCapture
 Tensors = Sequence[torch.Tensor]
 
 
-def is_differentiable(result: torch.Tensor) -> bool:
-    """Whether ``backward()`` has not yet freed what a result was computed from."""
-    return result.grad_fn is not None and not any(map(_is_freed, _nodes([result])))
+def is_differentiable(result: torch.Tensor) -> bool | str:
+    """Whether ``backward()`` has not yet freed what a result was computed from; what torch says if
+    that was written to.
+    """
+    answer: bool | str = result.grad_fn is not None
+    for node in _nodes([result]):
+        refusal = _refusal(node)
+        if "freed" in refusal:
+            return False
+        answer = refusal or answer
+    return answer
 
 
 def _nodes(results: Tensors) -> set[Any]:
@@ -42,14 +50,15 @@ def _nodes(results: Tensors) -> set[Any]:
     return seen
 
 
-def _is_freed(node: Any) -> bool:
+def _refusal(node: Any) -> str:
+    """Why ``backward()`` could not use what a node has saved; empty if it could."""
     try:
         for name in dir(node):
             if name.startswith("_saved_"):
                 getattr(node, name)
-    except RuntimeError as error:  # or a value was written to since, which ``backward()`` refuses
-        return "freed" in str(error)
-    return False
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def refuse_others(results: Tensors, states: Sequence[torch.Tensor | None]) -> None:
@@ -57,7 +66,7 @@ def refuse_others(results: Tensors, states: Sequence[torch.Tensor | None]) -> No
 
     states: what the function leaves behind: tensors of the caller, and gradients.
     """
-    if any(x is not None and is_differentiable(x) for x in states):
+    if any(x is not None and is_differentiable(x) is True for x in states):
         raise Untraceable(
             "backward() may follow through a tensor or a gradient that it writes",
             users_line(),

@@ -150,3 +150,25 @@ class _Call(torch.autograd.Function):
             for found, is_sharded in zip(token.pull_back(cotangents), ctx.are_sharded, strict=True)
         ]
         return (None, None, None, *gradients)
+
+
+class _Overwritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, text: str, result: Any, _: torch.Tensor) -> torch.Tensor:
+        ctx.text = text
+        return make_sharded(*result._alive())
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        raise RuntimeError(ctx.text)
+
+
+def overwritten(result: torch.Tensor, text: str) -> torch.Tensor:
+    """A result that requires grad, and raises in ``backward()`` as torch does: the function has
+    written to what it was computed from, as an optimizer does.
+    """
+    with torch.enable_grad():
+        found: torch.Tensor = _Overwritten.apply(
+            text, result, torch.zeros((), requires_grad=True, device="cpu")
+        )
+    return found

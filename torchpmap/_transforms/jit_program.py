@@ -37,7 +37,7 @@ from torchpmap._trace.optimizers import Numbers
 from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.trace import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
-from torchpmap._transforms.jit_gradient import Derivable
+from torchpmap._transforms.jit_gradient import Derivable, overwritten
 from torchpmap.random._streams import new_seed
 
 
@@ -204,7 +204,7 @@ class Program:
         device = current_runtime().device
         traced = trace_whole(call.of_tensors, tensors, device, seed, _wish_for_gradient, optimizers)
         self._tree, self._values = traced.returned
-        self._num_results = traced.num_results
+        self._num_results, self._overwritten = traced.num_results, traced.overwritten
         devices = _devices_of([*tensors, *traced.captured])
         place = functools.partial(_layout_of, devices)
         self._numbers = traced.optimizers.numbers
@@ -333,11 +333,13 @@ class Program:
             for same, each in zip(self._direct, self._inputs, strict=True)
         ]
         if self._derivable is None:
-            results, _ = self._start(tensors, self.plan, held)
+            results = list(self._start(tensors, self.plan, held)[0])
         else:
             start = functools.partial(self._start, tensors)
             leaves = [target.of(tensors) for target in self._leaves]
             results = self._derivable.call(start, held, leaves)
+        for k, text in self._overwritten.items():
+            results[k] = overwritten(results[k], text)
         return self._tree.unflatten(self._returned(results, tensors))
 
     def _start(
