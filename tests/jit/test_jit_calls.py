@@ -175,6 +175,33 @@ def test_inside_of_mapped_functions_it_is_the_function():
     assert f.num_traces == 0
 
 
+@pytest.mark.parametrize("compile", [EAGER, False])
+def test_where_results_lie(compile):
+    w = on(P(), X[:4])
+    rows, columns = P("x"), tp.NamedSharding(tp.make_mesh((4,), ("x",)), P(None, "x"))
+
+    def f(x):
+        return {"a": x @ w, "b": (x + 1, 3)}, w, (x * 2,)
+
+    tp.set_mesh(columns.mesh)
+    try:
+        jitted = tp.jit(f, compile=compile, out_shardings=({"a": columns, "b": rows}, rows, None))
+        (results, weights, others), x = jitted(on(P("x"))), X
+        assert results["b"][1] == 3
+        for mine, right in (
+            *((results["a"], x @ X[:4]), (results["b"][0], x + 1)),
+            *((weights, X[:4]), (others[0], x * 2)),
+        ):
+            assert torch.equal(mine.cpu(), right)
+        specs = [each.sharding.spec for each in (results["a"], results["b"][0], weights)]
+        assert specs == [P(None, "x"), rows, rows]
+        assert torch.equal(tp.pmap(jitted, compile=EAGER)(torch.ones(4, 8, 4))[1].cpu()[0], X[:4])
+        with pytest.raises(ValueError, match="pytree structure error: different lengths of"):
+            tp.jit(f, compile=EAGER, out_shardings=(rows, rows))(on(P("x")))
+    finally:
+        tp.set_mesh(None)
+
+
 def test_what_is_resharded_names_the_users_line():
     w, count = on(P("x"), X[:4]).requires_grad_(), on(P(), X[:2])
 

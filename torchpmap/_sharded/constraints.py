@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from torchpmap._base.axis_spec import broadcast_axes
 from torchpmap._base.boundary import boundary
+from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_internals import num_modes
 from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.layout import Layout, general_layout
@@ -22,9 +24,7 @@ _numbers: dict[NamedSharding, int] = {}
 
 
 @boundary
-def with_sharding_constraint(
-    x: torch.Tensor, sharding: NamedSharding | PartitionSpec
-) -> torch.Tensor:
+def with_sharding_constraint(x: Any, sharding: Any) -> Any:
     """Return ``x``, laid out as ``sharding`` says.
 
     with_sharding_constraint: T[*s] -> T[*s]
@@ -34,8 +34,10 @@ def with_sharding_constraint(
     from follows.  Elsewhere the value moves, as with ``device_put``.
 
     Args:
-        x: a tensor.
-        sharding: a ``NamedSharding``, or a ``P(...)`` over the mesh of ``set_mesh``.
+        x: a tensor, or a pytree of tensors.
+        sharding: a ``NamedSharding``, or a ``P(...)`` over the mesh of ``set_mesh``; for a pytree
+            also a tree prefix of it with one of them for each part.  None, for a part: where it
+            lies best.
 
     Raises:
         TypeError: ``sharding`` is something else.
@@ -52,6 +54,21 @@ def with_sharding_constraint(
 
     Source: ``jax.lax.with_sharding_constraint``.
     """
+    if isinstance(x, torch.Tensor):
+        return _constrained_or_moved(x, sharding)
+    leaves, structure = flatten(x)
+    parts = broadcast_axes(sharding, x, what="with_sharding_constraint sharding", root="")
+    return structure.unflatten(
+        [
+            _constrained_or_moved(leaf, part) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf, part in zip(leaves, parts, strict=True)
+        ]
+    )
+
+
+def _constrained_or_moved(x: torch.Tensor, sharding: Any) -> torch.Tensor:
+    if sharding is None:
+        return x
     wanted = sharding_of(sharding, "with_sharding_constraint")
     if not num_modes():
         moved: torch.Tensor = device_put(x, wanted)

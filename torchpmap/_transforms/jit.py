@@ -35,6 +35,7 @@ from torchpmap._base.torch_internals import (
 from torchpmap._layout import axis_stack
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.current import runtime as current_runtime
+from torchpmap._sharded.constraints import with_sharding_constraint
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace.compile import EAGER, parse_compile
 from torchpmap._trace.environment import Environment
@@ -69,11 +70,19 @@ class Jitted(Generic[_P, _R]):
     __wrapped__: Callable[_P, _R]
 
     def __init__(
-        self, fun: Callable[_P, _R], compile: Any, fullgraph: bool, timeout: float | None
+        self,
+        fun: Callable[_P, _R],
+        compile: Any,
+        fullgraph: bool,
+        timeout: float | None,
+        out_shardings: Any,
     ) -> None:
         functools.update_wrapper(self, fun, updated=())
-        self.__wrapped__ = self._fun = fun
-        self._given = compile, fullgraph, timeout
+        self.__wrapped__ = fun
+        self._fun: Callable[..., Any] = fun
+        if out_shardings is not None:
+            self._fun = functools.partial(_laid_out, fun, out_shardings)
+        self._given = compile, fullgraph, timeout, out_shardings
         backend = parse_compile(compile)
         self._is_traced = backend is not None
         self._options = Options(name_of(fun), defined_at(fun), backend or EAGER, timeout)
@@ -92,7 +101,7 @@ class Jitted(Generic[_P, _R]):
         return f"<jit of {self._options.name}>"
 
     def __reduce__(self) -> Any:
-        return Jitted, (self._fun, *self._given)
+        return Jitted, (self.__wrapped__, *self._given)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -101,18 +110,20 @@ class Jitted(Generic[_P, _R]):
         if is_dynamo_compiling():
             break_graph(NO_PART_OF_A_GRAPH)
             return cast(_R, _outside_dynamo(self, *args, **kwargs))
-        if self._runs_here():
-            return self._fun(*args, **kwargs)
+        if self._is_part():
+            return self.__wrapped__(*args, **kwargs)
+        if not self._is_traced:
+            return cast(_R, self._fun(*args, **kwargs))
         try:
             return cast(_R, self._run(args, kwargs))
         except BaseException as error:
             fold(error)
             raise
 
-    def _runs_here(self) -> bool:
+    def _is_part(self) -> bool:
         """Whether a call is no program of its own: in a mapped function, a trace or a transform."""
         is_part = axis_stack.bound() or is_transformed() or (num_modes() and is_traced())
-        return bool(not self._is_traced or is_part or inline_mode.active())
+        return bool(is_part or inline_mode.active())
 
     @boundary
     def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> LoweredProgram:
@@ -164,7 +175,7 @@ class Jitted(Generic[_P, _R]):
     def _traced(self, key: Hashable, call: JitCall) -> Program | None:
         self._note(call)
         objects = tuple(call.objects())
-        given = Environment(self._fun, objects, by_name=_BY_NAME) if objects else None
+        given = Environment(self.__wrapped__, objects, by_name=_BY_NAME) if objects else None
         environments = [self._environment, *([given] if given else [])]
         with ExitStack() as stack:
             for environment in environments:
@@ -231,6 +242,10 @@ class Jitted(Generic[_P, _R]):
         self._runtime = runtime
 
 
+def _laid_out(fun: Callable[..., Any], out_shardings: Any, *args: Any, **kwargs: Any) -> Any:
+    return with_sharding_constraint(fun(*args, **kwargs), out_shardings)
+
+
 def _leaf_key(leaf: Any) -> Hashable:
     if not isinstance(leaf, torch.Tensor):
         return exact(leaf)
@@ -250,6 +265,7 @@ def _described(leaf: Any) -> str:
 def jit(
     fun: Callable[_P, _R],
     *,
+    out_shardings: Any = None,
     compile: bool | dict[str, Any] = True,
     fullgraph: bool = False,
     timeout: float | None = None,
@@ -258,6 +274,7 @@ def jit(
 def jit(
     fun: None = None,
     *,
+    out_shardings: Any = None,
     compile: bool | dict[str, Any] = True,
     fullgraph: bool = False,
     timeout: float | None = None,
@@ -266,6 +283,7 @@ def jit(
 def jit(
     fun: Callable[..., Any] | None = None,
     *,
+    out_shardings: Any = None,
     compile: bool | dict[str, Any] = True,
     fullgraph: bool = False,
     timeout: float | None = None,
@@ -285,6 +303,8 @@ def jit(
     Args:
         fun: a function of pytrees of tensors and other values, which are compared by value.  Left
             out, ``jit(...)`` is a decorator.
+        out_shardings: where results lie: a ``NamedSharding`` or ``P(...)``, or a tree prefix of the
+            results with one for each part; None, for all or a part: where they come out.
         compile: True (Inductor), False (run ``fun`` as it is, operation by operation), or a dict as
             for ``pmap``; ``{"backend": "eager"}`` runs the graph uncompiled.
         fullgraph: raise instead of running operation by operation when ``fun`` cannot be traced.
@@ -317,7 +337,13 @@ def jit(
 
     Source: ``jax.jit`` over sharded arrays; effects are those of torch.
     """
-    make = functools.partial(_jitted, compile=compile, fullgraph=fullgraph, timeout=timeout)
+    make = functools.partial(
+        _jitted,
+        compile=compile,
+        fullgraph=fullgraph,
+        timeout=timeout,
+        out_shardings=out_shardings,
+    )
     parse_compile(compile)  # misuse raises here, at the decorator's line
     return make if fun is None else make(fun)
 
