@@ -129,7 +129,7 @@ def objects_among_the_arguments(on):
     return [*results, f(scale, on.put(data())), g(model, on.put(data()))]
 
 
-@CASES.add()
+@CASES.add(fullgraph=False)
 def values_that_are_shared(on):
     w, plain = on.put(data()), data(1)
     part = plain[:4]

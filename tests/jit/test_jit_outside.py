@@ -348,6 +348,54 @@ def a_step_that_returns_more(on):
     return [x for pair in found for x in pair] + list(model.parameters())
 
 
+@cases.add(num_traces=3)
+def arguments_that_share_a_value_which_is_not_written_to(on):
+    model, anchor = on.model(nn.Linear(8, 8), nn.BatchNorm1d(8)), on.put(data(5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @on.jit
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean() + anchor.mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    rows = on.put(data(3, 16, 8))
+    given = [(anchor, rows[:8]), (rows[:8], rows[8:])]
+    same = [on.put(data(k)) for k in range(2)]
+    given += [(x, x) for x in same] + [(x, x.detach()) for x in same]
+    return [step(*each) for each in given] + list(model.parameters())
+
+
+@cases.add(num_traces=2)
+def training_and_evaluation_take_turns(on):
+    model = on.model(nn.BatchNorm1d(8), nn.Linear(8, 4))
+    f, found = on.jit(lambda x: model(x)), []
+    for k in range(3):
+        f(on.put(data(k))).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            found.append(f(on.put(data(k))))
+        model.train()
+    return [*found, *gradients(model), *model.buffers()]
+
+
+@cases.add(num_traces=2)
+def where_nothing_may_be_saved(on):
+    w = leaf(on)
+
+    @on.jit
+    def f():
+        with torch.enable_grad():
+            return w.sin()
+
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        f().sum().backward()
+    with torch.inference_mode():
+        return [f(), w.grad]
+
+
 test_as_in_plain_torch = cases.tests()
 
 

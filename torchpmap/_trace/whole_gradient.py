@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from torchpmap._base.ambient import ambient, applied, for_graph
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import outside_modes, torch_function_off
 from torchpmap._trace.graphs import copied_whole, is_kept, output_of, placeholders, results_of
@@ -117,7 +118,7 @@ def pulled_back(
     capture.is_outside = True
     try:
         # autocast around the call is not around the backward pass
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with applied(for_graph(ambient())):
             gradients = list(torch.autograd.grad(results, leaves, given, allow_unused=True))
     except (RuntimeError, NotImplementedError) as error:
         why = f"its derivative cannot be traced ({error})"

@@ -89,8 +89,10 @@ class Jitted(Generic[_P, _R]):
         self._fullgraph = fullgraph
         self._has_refused = False
         self._lock = threading.RLock()
-        self._programs: dict[Hashable, list[tuple[Program, Environment | None]]] = {}
-        """With each, what the objects among its arguments lead to."""
+        self._programs: dict[Hashable, list[tuple[Program, list[Environment]]]] = {}
+        """With each, what it reads from outside, and what the objects among its arguments lead to.
+        The latest is first: ``train()`` and ``eval()`` take turns.
+        """
         self._traces = Retraces()
         self._untraceable: set[Hashable] = set()
         self._environment = Environment(fun, by_name=_BY_NAME)
@@ -144,11 +146,16 @@ class Jitted(Generic[_P, _R]):
         if program is not None and not program.refuses(call.tensors):
             return program.run(call.tensors)
         if program is not None and not self._has_refused:
+            because = (
+                "an argument shares its value with another, or with what the function closes over, "
+                "and the function writes to one of them."
+            )
+            if self._fullgraph:
+                raise TraceError(f"{self._options.prefix}: fullgraph=True, but {because}")
             self._has_refused = True
             warn(
                 f"{self._options.prefix}: running operation by operation, which is slower, because "
-                "an argument shares its value with another, or with what the function closes over, "
-                "and the function writes to one of them."
+                + because
             )
         return self._fun(*args, **kwargs)
 
@@ -157,7 +164,7 @@ class Jitted(Generic[_P, _R]):
         structure, kinds = call.structure, tuple(map(_leaf_key, call.leaves))
         key = structure, structure.dict_order, keyed(), torch.is_grad_enabled(), kinds
         runtime = current_runtime()
-        if runtime is not self._runtime or self._environment.changed():
+        if runtime is not self._runtime:
             self._forget(runtime)
         found = self._found(key, call)
         if found is not None or key in self._untraceable:
@@ -167,8 +174,13 @@ class Jitted(Generic[_P, _R]):
             return self._traced(key, call) if found is None else found
 
     def _found(self, key: Hashable, call: JitCall) -> Program | None:
-        for program, environment in self._programs.get(key, ()):
-            if program.holds(call.tensors) and not (environment and environment.changed()):
+        programs = self._programs.get(key, [])
+        for place, entry in enumerate(tuple(programs)):
+            program, environments = entry
+            if program.holds(call.tensors) and not any(x.changed() for x in environments):
+                if place:
+                    with self._lock:
+                        programs.sort(key=lambda each: each is not entry)
                 return program
         return None
 
@@ -193,7 +205,7 @@ class Jitted(Generic[_P, _R]):
                 self._give_up(key, error)
                 return None
         programs = self._programs.setdefault(key, [])
-        programs.insert(0, (program, given))
+        programs.insert(0, (program, [self._environment.copy(), *environments[1:]]))
         del programs[_MAX_PROGRAMS:]
         if len(self._programs) > _MAX_KINDS:
             del self._programs[next(iter(self._programs))]
@@ -236,9 +248,8 @@ class Jitted(Generic[_P, _R]):
 
     def _forget(self, runtime: Any) -> None:
         self._programs.clear()
-        if runtime is not self._runtime:
-            self._traces.clear()
-            self._untraceable.clear()
+        self._traces.clear()
+        self._untraceable.clear()
         self._runtime = runtime
 
 
@@ -303,8 +314,7 @@ def jit(
     Args:
         fun: a function of pytrees of tensors and other values, which are compared by value.  Left
             out, ``jit(...)`` is a decorator.
-        out_shardings: where results lie: a ``NamedSharding`` or ``P(...)``, or a tree prefix of the
-            results with one for each part; None, for all or a part: where they come out.
+        out_shardings: where results lie, as for ``with_sharding_constraint``; None: as they come.
         compile: True (Inductor), False (run ``fun`` as it is, operation by operation), or a dict as
             for ``pmap``; ``{"backend": "eager"}`` runs the graph uncompiled.
         fullgraph: raise instead of running operation by operation when ``fun`` cannot be traced.
@@ -337,17 +347,11 @@ def jit(
 
     Source: ``jax.jit`` over sharded arrays; effects are those of torch.
     """
-    make = functools.partial(
-        _jitted,
-        compile=compile,
-        fullgraph=fullgraph,
-        timeout=timeout,
-        out_shardings=out_shardings,
-    )
+    options = compile, fullgraph, timeout, out_shardings
     parse_compile(compile)  # misuse raises here, at the decorator's line
-    return make if fun is None else make(fun)
+    return (lambda fun: _jitted(fun, *options)) if fun is None else _jitted(fun, *options)
 
 
 @boundary
-def _jitted(fun: Callable[..., Any], **options: Any) -> Jitted[..., Any]:
-    return Jitted(check_function(fun), **options)
+def _jitted(fun: Callable[..., Any], *options: Any) -> Jitted[..., Any]:
+    return Jitted(check_function(fun), *options)

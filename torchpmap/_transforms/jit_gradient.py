@@ -6,8 +6,10 @@ The first call expects cotangents of all results; each later one those that ther
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -85,8 +87,11 @@ class Derivable:
         self, start: Start, held: list[Handle], leaves: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Call it so that ``backward()`` reaches the leaves."""
-        as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        with torch.enable_grad(), as_they_are:  # results require grad as they did in the trace
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())  # results require grad as in the trace
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+            with contextlib.suppress(RuntimeError):  # hooks are forbidden here, so there are none
+                stack.enter_context(hooks)
             return list(_Call.apply(self, start, held, *leaves))
 
     def forward(self, ctx: Any, start: Start, held: list[Handle]) -> tuple[torch.Tensor, ...]:

@@ -275,6 +275,13 @@ class Program:
         self._own = {id(x): x for x in (*self._closed, *written)}
         self._alike = self._pattern(tensors)
         self._writes = bool(self._written or self._graded)
+        changed = [x.leaf if isinstance(x, _GradientOf) else x for x in self._written]
+        changed += self._graded
+        self._changed = (
+            {x.place for x in changed if isinstance(x, _Argument)},
+            {id(x.tensor) for x in changed if isinstance(x, _Same)},
+        )
+        """Places of arguments, and ids of what it closes over."""
         writes_plain = any(type(x) is not ShardedTensor for x in traced.written)
         plain = [x for x in self._own.values() if type(x) is not ShardedTensor]
         self._plain = plain if writes_plain else None
@@ -315,13 +322,16 @@ class Program:
         """Whether a write could reach one value under two names, which the graph does not know."""
         if not self._writes:
             return False
-        ids = set(map(id, tensors))
-        if len(ids) < len(tensors) or not ids.isdisjoint(self._own):
-            return True
-        known = ids | self._own.keys()
-        for x in tensors:
-            if type(x) is ShardedTensor and not known.isdisjoint(map(id, linked(x)[1:])):
+        places, own = self._changed
+        names: list[set[int]] = []
+        for k, x in enumerate(tensors):
+            mine = set(map(id, linked(x))) if type(x) is ShardedTensor else {id(x)}
+            shared = mine & self._own.keys()
+            if shared and (k in places or not shared.isdisjoint(own)):
                 return True
+            if any((k in places or j in places) and mine & names[j] for j in range(k)):
+                return True
+            names.append(mine)
         if self._plain is None:
             return False
         plain = [*self._plain, *(x for x in tensors if type(x) is not ShardedTensor)]
@@ -332,7 +342,7 @@ class Program:
             each.handle(tensors) if same is None else same._handle
             for same, each in zip(self._direct, self._inputs, strict=True)
         ]
-        if self._derivable is None:
+        if self._derivable is None or torch.is_inference_mode_enabled():
             results = list(self._start(tensors, self.plan, held)[0])
         else:
             start = functools.partial(self._start, tensors)
