@@ -290,6 +290,20 @@ def tensors_of_this_process(on):
     return [f(on.put(data())), f(on.put(data())), count]
 
 
+@CASES.add(1)
+def a_view_of_what_an_operation_in_place_left(on):
+    w = on.put(data()).requires_grad_()
+
+    @on.jit
+    def f(x):
+        y = (w * x).add_(1)
+        z = torch.einsum("...ij,...ik->...kj", y, w)
+        torch.maximum(z, y).sum().backward()  # fills a mask, in place
+
+    f(on.put(data(1, 8, 8, 8)))
+    return [w.grad]
+
+
 @CASES.add(fullgraph=False)
 def one_value_under_two_names(on):
     w, x = on.put(data()), on.put(data(1))

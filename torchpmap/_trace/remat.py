@@ -349,10 +349,20 @@ def without_writes(graph: GraphModule, record: Record) -> GraphModule:
     from torchpmap._trace.graph_mode import graph_of
 
     examples = [node.meta["val"] for node in placeholders(graph.graph)]
+
+    def replayed(interpreter: _Tracking) -> GraphModule:
+        functional = torch.func.functionalize(interpreter.run, remove="mutations")
+        with examples[0].fake_mode:
+            return graph_of(functional, examples)
+
     interpreter = _Tracking(graph)
-    functional = torch.func.functionalize(interpreter.run, remove="mutations")
-    with examples[0].fake_mode:
-        result = graph_of(functional, examples)
+    try:
+        result = replayed(interpreter)
+    except ValueError as error:  # torch 2.11 to 2.15: what replaces a write may have other strides
+        if "Cannot view" not in str(error):
+            raise
+        interpreter = _Copying(graph)
+        result = replayed(interpreter)
     result.graph.eliminate_dead_code(is_impure_node=is_kept)
     record.follow(interpreter.made)
     keep_places(interpreter.made)
@@ -369,3 +379,15 @@ class _Tracking(torch.fx.Interpreter):
     def run_node(self, n: Node) -> Any:
         with _made() as self.made[n]:
             return super().run_node(n)
+
+
+class _Copying(_Tracking):
+    """An operation in place is one that is not, and a copy, which keeps the strides."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(target, "_opname", "")
+        packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+        overload = getattr(packet, getattr(target, "_overloadname", ""), None)
+        if not name.endswith("_") or name == "copy_" or overload is None:
+            return super().call_function(target, args, kwargs)
+        return args[0].copy_(overload(*args, **kwargs))
