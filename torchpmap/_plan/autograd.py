@@ -219,26 +219,28 @@ def _is_traced(tensor: torch.Tensor) -> bool:
 
 class _Underivable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, text: str, outputs: Outputs, *_: torch.Tensor) -> Any:
-        ctx.text = text
+    def forward(
+        ctx: Any, kind: type[Exception], text: str, outputs: Outputs, *_: torch.Tensor
+    ) -> Any:
+        ctx.kind, ctx.text = kind, text
         results = tuple(make_sharded(layout, handle) for layout, handle in outputs)
         ctx.mark_non_differentiable(*(x for x in results if not is_inexact(x.dtype)))
         return results
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        raise NotImplementedError(ctx.text)
+        raise ctx.kind(ctx.text)
 
 
 def without_derivative(
-    outputs: Outputs, prefix: str, verdict: Untraceable, leaves: Sequence[Any]
+    outputs: Outputs, kind: type[Exception], text: str, leaves: Sequence[Any] = ()
 ) -> list[torch.Tensor]:
     """The outputs as tensors that require grad, and raise in ``backward()``."""
     sources = [
         torch.zeros((), requires_grad=True, device="cpu")
     ]  # there may be closures that require grad
     sources += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return list(_Underivable.apply(no_derivative(prefix, verdict), outputs, *sources))
+    return list(_Underivable.apply(kind, text, outputs, *sources))
 
 
 def no_derivative(prefix: str, verdict: Untraceable) -> str:

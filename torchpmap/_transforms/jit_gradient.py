@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from torchpmap._base.boundary import boundary
 from torchpmap._layout.layout import Layout
+from torchpmap._plan.autograd import without_derivative
 from torchpmap._plan.lower import Target
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.whole_plan import WholePlans, plans_of
@@ -157,23 +158,9 @@ class _Call(torch.autograd.Function):
         return (None, None, None, *gradients)
 
 
-class _Overwritten(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, text: str, result: Any, _: torch.Tensor) -> torch.Tensor:
-        ctx.text = text
-        return make_sharded(*result._alive())
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        raise RuntimeError(ctx.text)
-
-
-def overwritten(result: torch.Tensor, text: str) -> torch.Tensor:
+def overwritten(result: Any, text: str) -> torch.Tensor:
     """A result that requires grad, and raises in ``backward()`` as torch does: the function has
     written to what it was computed from, as an optimizer does.
     """
     with torch.enable_grad():
-        found: torch.Tensor = _Overwritten.apply(
-            text, result, torch.zeros((), requires_grad=True, device="cpu")
-        )
-    return found
+        return without_derivative([result._alive()], RuntimeError, text)[0]

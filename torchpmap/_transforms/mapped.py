@@ -334,11 +334,10 @@ class Mapped(Generic[_P, _R]):
         try:
             differentiable = self._preparation.differentiable(prepared)
         except Untraceable as verdict:
+            text = no_derivative(self._options.prefix, verdict)
             if done is None:
-                raise NotImplementedError(no_derivative(self._options.prefix, verdict)) from verdict
-            return done.tree(
-                without_derivative(done.outputs, self._options.prefix, verdict, leaves)
-            )
+                raise NotImplementedError(text) from verdict
+            return done.tree(without_derivative(done.outputs, NotImplementedError, text, leaves))
         instance = getattr(self, "_instance", None)
         results = call_differentiable(differentiable, leaves, done, instance)
         return (differentiable.plan.tree if done is None else done.tree)(results)

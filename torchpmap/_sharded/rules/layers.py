@@ -22,7 +22,7 @@ def _layer(names: Sequence[str], num_rows: int, others: Combine, num_batch: int 
     def rule(call: Call) -> Signature | None:
         rows = [call.arguments[name] for name in names]
         wanted = call.arguments.get("output_mask") or [True] * len(call.results)
-        if len(wanted) == len(call.results):  # fake kernels also give what is not wanted
+        if len(wanted) == len(call.results):  # fake kernels ignore the mask
             wanted = [True] * len(wanted)
         have_rows = [k < num_rows for k, wants in enumerate(wanted) if wants]
         results = zip(have_rows, call.results, strict=True)
