@@ -24,6 +24,7 @@ from torchpmap._base.errors import GroupLost
 from torchpmap._base.platform import Accelerator, Cuda, Owned, Platform, SharedCuda
 from torchpmap._base.torch_groups import group_named
 from torchpmap._runtime.groups import process_groups
+from torchpmap._runtime.groups.through_host import ThroughHost
 
 pytestmark = pytest.mark.cpu_only("it expects the kinds of devices as they are without settings")
 
@@ -259,12 +260,13 @@ def groups_of_one(tmp_path, device="cpu", **settings):
         groups.drop()
 
 
-def test_workers_that_share_a_device_talk_through_gloo(monkeypatch, tmp_path):
+def test_workers_that_share_a_device_talk_through_the_host(monkeypatch, tmp_path):
     monkeypatch.setitem(PLATFORMS, "cuda", SharedCuda())
     with groups_of_one(tmp_path, "cuda:0") as groups:
         groups.ensure("alone", ((0,),))
-        backend = group_named("alone")._get_backend(torch.device("cuda", 0))
-        assert isinstance(backend, dist.ProcessGroupGloo)
+        group = group_named("alone")
+        assert isinstance(group, ThroughHost)
+        assert isinstance(group.group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
 
 
 class Streams:

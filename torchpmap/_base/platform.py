@@ -72,6 +72,8 @@ class Platform:
     """The kind of back end that carries collectives between devices."""
     backends = "gloo"
     """The back ends of ``torch.distributed``, as ``init_process_group`` takes them."""
+    meets_on_host = False
+    """Whether collectives take copies of tensors in the memory of the host."""
     is_asynchronous = False
     """Whether an operation may return before it is complete, and raise its error later."""
     is_hardware = False
@@ -306,7 +308,7 @@ class Accelerator(Platform):
             tensor.grad = None if grad is None else grad.to(device)
 
     def recover(self, error: BaseException) -> bool:
-        if isinstance(error, torch.OutOfMemoryError):
+        if issubclass(type(error), torch.OutOfMemoryError):  # a user's class may redefine __class__
             torch.accelerator.empty_cache()
         # an error of the device itself (an assert in a kernel, an illegal address) is raised by
         # every later use of it
@@ -425,12 +427,13 @@ def _are_slices(listed: Sequence[str]) -> bool:
 class SharedCuda(Cuda):
     """The first GPU for every worker, for tests: ``TORCHPMAP_TEST_SHARE=1``.
 
-    NCCL refuses two processes on one GPU.  Gloo copies through the host, and its collectives end
-    when its sockets are shut down.
+    NCCL refuses two processes on one GPU.  Tensors travel through the host, and Gloo's collectives
+    end when its sockets are shut down.
     """
 
     collectives = "GLOO"
     backends = "gloo"
+    meets_on_host = True
 
     def count(self) -> int:
         return _MAX_CPU_DEVICES if super().count() else 0

@@ -44,6 +44,7 @@ from torchpmap._base.torch_groups import (
 from torchpmap._base.tracebacks import CAUSE, CONTEXT, MEMBERS, TRACE
 from torchpmap._runtime.groups.shared_memory import Meeting, Occasion, Peers, connect
 from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup, described
+from torchpmap._runtime.groups.through_host import ThroughHost
 from torchpmap._runtime.sockets import connected, open_sockets
 
 RankTuple = tuple[int, ...]
@@ -209,7 +210,7 @@ class Groups:
         if self._device.type != "cpu":
             kind = self._platform.collectives
             add_backend(group, self._device.type, kind, device or gloo, is_default=True)
-        return group
+        return ThroughHost(group) if self._platform.meets_on_host else group
 
     def abort(self, epoch: int) -> None:
         """Free this rank from any collective up to ``epoch``; a late order for an older epoch does

@@ -66,7 +66,7 @@ class _Done(Work):
         return True
 
 
-_done = _Done()
+DONE = _Done()
 _ProcessGroup: Any = dist.ProcessGroup  # annotated with overloads that C++ never calls
 
 
@@ -245,7 +245,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
                 dense = x.contiguous()
                 self._all_reduce(dense, options.reduceOp)
                 x.copy_(dense)
-        return _done
+        return DONE
 
     @_without_grad
     def all_gather_single_coalesced(
@@ -253,7 +253,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> _Done:
         for out, x in zip(outs, xs, strict=True):
             self._all_gather(out, x)
-        return _done
+        return DONE
 
     @_without_grad
     def reduce_scatter_single_coalesced(
@@ -261,7 +261,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> _Done:
         for out, x in zip(outs, xs, strict=True):
             self._reduce_scatter(out, x, options.reduceOp)
-        return _done
+        return DONE
 
     @_without_grad
     def all_to_all_single(
@@ -273,13 +273,13 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         options: Any = None,
     ) -> _Done:
         self._all_to_all(out, x, taken, given)
-        return _done
+        return DONE
 
     @_without_grad
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> _Done:
         for x in tensors:
             self._broadcast(x, options.rootRank)
-        return _done
+        return DONE
 
     # as torch 2.11 calls them
     allgather_into_tensor_coalesced = all_gather_single_coalesced
