@@ -280,3 +280,58 @@ def test_gradients_of_a_transformer(name):
     assert sent == messages
     for got, expected in zip(results, step(*values), strict=True):
         torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=1e-14)
+
+
+_aten = torch.ops.aten
+
+
+def flash(q, k, v, grad):
+    y, kept, rows, columns, m, n, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, True
+    )
+    given = grad, q, k, v, y, kept, rows, columns, m, n, 0.0, True, seed, offset
+    return y, *_aten._scaled_dot_product_flash_attention_backward(*given)
+
+
+def cudnn(q, k, v, grad):
+    y, kept, rows, columns, m, n, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, True
+    )
+    given = grad, q, k, v, y, kept, seed, offset, None, rows, columns, m, n, 0.0, True
+    return y, *_aten._scaled_dot_product_cudnn_attention_backward(*given)
+
+
+def efficient(q, k, v, grad, mask=None):
+    y, kept, seed, offset = _aten._scaled_dot_product_efficient_attention(
+        q, k, v, mask, True, 0.0, mask is None
+    )
+    wanted = [True, True, True, mask is not None]
+    given = grad, q, k, v, mask, y, kept, seed, offset, 0.0, wanted, mask is None
+    found = _aten._scaled_dot_product_efficient_attention_backward(*given)
+    return y, *(x for x in found if x is not None)
+
+
+def efficient_with_a_mask(q, k, v, grad):
+    return efficient(q, k, v, grad, torch.zeros(4, 4, 8, 8, dtype=q.dtype, device=q.device))
+
+
+@pytest.mark.parametrize("attention", [flash, cudnn, efficient, efficient_with_a_mask])
+def test_the_attention_of_accelerators_keeps_rows_and_heads_apart(attention):
+    """Their kernels do not run on the CPU: this is about where values lie."""
+    from torchpmap._trace.graph_mode import graph_of
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [torch.empty(4, 4, 8, 64, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        module = graph_of(attention, fakes)
+    mesh = tp.make_mesh(tuple(SQUARE.values()), tuple(SQUARE))
+    x = tp.device_put(torch.zeros(4, 4, 8, 64), tp.NamedSharding(mesh, P("x", "y")))
+    grid = common_grid([x._layout])
+    emitter, cut = Emitter(grid), grid.cut_of(x._layout)
+    given = [
+        Value(emitter.input(f"x{k}"), tuple(fake.shape), fake.dtype, cut, ())
+        for k, fake in enumerate(fakes)
+    ]
+    spread = Spread(module, emitter)
+    count = len(module.graph.output_node().args[0])
+    assert [value.cut for value in spread.run(given, [None] * count)] == [cut] * count
+    assert not spread.reshards

@@ -121,7 +121,8 @@ class OnBlocks:
         if not self.trial.makes_new:
             made = [blocks[position] for position in self.trial.written]
         cuts = self.cuts[-len(self.trial.results) :]
-        found = [(list(x.shape), x.dtype) for x in tree_leaves(made) if x is not None]
+        made = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+        found = [(list(x.shape), x.dtype) for x in made]
         return found == [
             (self.block_shape(result.shape, cut), result.dtype)
             for result, cut in zip(self.trial.results, cuts, strict=True)

@@ -35,17 +35,20 @@ def _layer(names: Sequence[str], num_rows: int, others: Combine, num_batch: int 
     return rule
 
 
-def _attention(names: Sequence[str], num_rows: int) -> Rule:
+def _attention(names: Sequence[str], num_rows: int, mask_name: str = "attn_bias") -> Rule:
     """Rows and heads are batches; the mask, [T, S] or [B or 1, H or 1, T, S], may have them."""
     without_mask = _layer(names, num_rows, "equal", 2)
 
     def rule(call: Call) -> Signature | None:
         signature = without_mask(call)
-        mask = call.arguments["attn_mask"]
+        mask = call.arguments.get(mask_name)
         if signature is None or mask is None:
             return signature
         whole = (*call.arguments["query"].shape[:2], None, None)[-mask.ndim :]
         labels = tuple(dim if size == whole[dim] else None for dim, size in enumerate(mask.shape))
+        wants_its_gradient = num_rows == 4 and len(call.results) == 4
+        if wants_its_gradient and labels[:2] != (0, 1):
+            return None  # it is a sum over the rows
         return replace(signature, operands=signature.operands | {mask.position: labels})
 
     return rule
@@ -102,11 +105,20 @@ _LOSSES = (
 )
 _NLL = "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward"
 _HEADS = ("query", "key", "value")
+_KEPT = ("out", "logsumexp")
 
 LAYERS: dict[str, Rule] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _attention(_HEADS, 2),
+    "_scaled_dot_product_flash_attention_for_cpu": _attention(_HEADS, 2, "attn_mask"),
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(
-        ("grad_out", *_HEADS, "out", "logsumexp"), 3
+        ("grad_out", *_HEADS, *_KEPT), 3, "attn_mask"
+    ),
+    "_scaled_dot_product_flash_attention": _attention(_HEADS, 2),
+    "_scaled_dot_product_flash_attention_backward": _attention(("grad_out", *_HEADS, *_KEPT), 3),
+    "_scaled_dot_product_cudnn_attention": _attention(_HEADS, 2),
+    "_scaled_dot_product_cudnn_attention_backward": _attention(("grad_out", *_HEADS, *_KEPT), 3),
+    "_scaled_dot_product_efficient_attention": _attention(_HEADS, 2),
+    "_scaled_dot_product_efficient_attention_backward": _attention(
+        ("grad_out_", *_HEADS, *_KEPT), 4
     ),
     "mkldnn_rnn_layer": _lstm,
     "mkldnn_rnn_layer_backward": _lstm,
