@@ -160,10 +160,26 @@ def _batch_norm(
     return _aten._native_batch_norm_legit(x, weight, bias, mean, var, training, *rates)
 
 
+def _cudnn_batch_norm(x: torch.Tensor, *rest: Any) -> Any:
+    reserve = x.new_empty(0, dtype=torch.uint8)
+    return *_aten.native_batch_norm.default(x, *rest), reserve
+
+
+def _cudnn_batch_norm_backward(
+    x: torch.Tensor, grad: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    *kept, eps, _ = rest
+    operation: Any = _aten.native_batch_norm_backward.default
+    return tuple(operation(grad, x, *kept, True, eps, [True, True, True]))
+
+
 _DECOMPOSED: dict[Any, Callable[..., Any]] = {
     # torch 2.13: for fake tensors it puts a meta device into the graph; seen in vmap(hessian(x**3))
     _aten._efficientzerotensor.default: _zeros,
     # its schema does not say that it writes the running statistics, so they would get lost with an
     # output of no use
     _aten.native_batch_norm.default: _batch_norm,
+    # that of cuDNN does not say so either
+    _aten.cudnn_batch_norm.default: _cudnn_batch_norm,
+    _aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
 }
