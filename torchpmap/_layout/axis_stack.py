@@ -157,6 +157,11 @@ def is_group_name(text: str) -> bool:
     return text.startswith(_RANKS)
 
 
+def is_of_one(group: str) -> bool:
+    """Whether each rank is alone in its group of this name."""
+    return is_group_name(group) and "," not in group.rpartition("[")[2]
+
+
 def subgroup_name(group: str, partition: Partition) -> str:
     """The name of the groups that ``partition`` cuts ``group`` into, the same on every rank."""
     return f"{group}[{'|'.join(','.join(map(str, part)) for part in partition)}]"

@@ -12,6 +12,8 @@ from torchpmap._base.torch_internals import (
     outside_modes,
     outside_transforms,
 )
+from torchpmap._collectives.backend import c10d
+from torchpmap._layout.axis_stack import is_of_one
 from torchpmap._trace.capture import Capture
 from torchpmap._trace.graphs import (
     copy_written,
@@ -22,6 +24,7 @@ from torchpmap._trace.graphs import (
 )
 
 _aten = torch.ops.aten
+_WAIT = c10d.wait_tensor.default
 
 
 def order_placeholders(graph: torch.fx.GraphModule, captured: Sequence[torch.fx.Node]) -> None:
@@ -97,6 +100,21 @@ def drop_in_place_views(graph: torch.fx.GraphModule) -> None:
         view = _IN_PLACE.get(node.target)
         if view is not None and len(node.args[0].users) == 1:
             node.target = view
+
+
+def drop_collectives_of_one(module: torch.fx.GraphModule) -> None:
+    """A rank that is alone in its group gets a copy of what it gives."""
+    for each in module.modules():
+        graph: Any = getattr(each, "graph", None)
+        for node in graph.find_nodes(op="call_function", target=_WAIT) if graph else ():
+            collective = node.args[0]
+            if is_of_one(str(collective.args[-1])):
+                with graph.inserting_before(node):
+                    copy = graph.call_function(_aten.clone.default, collective.args[:1])
+                copy.meta = node.meta
+                node.replace_all_uses_with(copy)
+                graph.erase_node(node)
+                graph.erase_node(collective)
 
 
 def drop_copies(module: torch.fx.GraphModule) -> None:
