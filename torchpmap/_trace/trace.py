@@ -61,6 +61,7 @@ from torchpmap._trace.graphs import results_of, writes
 from torchpmap._trace.idioms import idiom
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.passes import (
+    drop_collectives_of_one,
     drop_copies,
     drop_detaches,
     drop_in_place_views,
@@ -183,7 +184,8 @@ def trace(
 
     def run(index: torch.Tensor, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        modes = capture, KeepData(capture), Substitute(find, on_enter_transform)
+        substitute = Substitute(find, on_enter_transform, capture.leaf)
+        modes = capture, KeepData(capture), substitute
         with contextlib.ExitStack() as stack:
             for mode in (capture.views.entered(), record.entered(), *modes, torch.enable_grad()):
                 stack.enter_context(mode)
@@ -210,7 +212,7 @@ def trace(
     def on_enter_transform(tensor: torch.Tensor) -> torch.Tensor:
         capture.views.before_call(tensor)
         if not enclosing_depth:
-            return tensor
+            return capture.leaf(tensor)
         # so that a wrapper of a real tensor comes from around the call
         return capture.on_enter_transform(find(tensor))
 
@@ -226,6 +228,7 @@ def trace(
     writes_inputs = protect_inputs(graph)
     drop_detaches(graph)
     drop_in_place_views(graph)
+    drop_collectives_of_one(graph)
     drop_copies(graph)
     uses_index = drop_unused_index(graph)
     if (record.regions or split_at is not None) and writes(graph.graph):
