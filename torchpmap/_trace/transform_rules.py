@@ -280,8 +280,9 @@ def _is_batched(tensor: Any) -> bool:
 
 
 def _recurrent(func: Any, args: Any) -> Callable[..., Any] | None:
-    """The function to call instead of a layer that torch cannot vmap, or that would draw from
-    torch's generator; None for any other.
+    """The function to call instead of a layer that torch cannot vmap, that would draw from torch's
+    generator, or that cuDNN would get in one piece: no graph can hold the buffer with all weights
+    that torch (2.11 to 2.15) makes for it.  None for any other.
     """
     name = getattr(func, "__name__", "")
     if name not in _RECURRENT or func is not getattr(VF, name):
@@ -294,7 +295,8 @@ def _recurrent(func: Any, args: Any) -> Callable[..., Any] | None:
     num_layers, dropout, train = args[5:8] if is_packed else args[4:7]
     if train and dropout > 0 and num_layers > 1:
         return functools.partial(_layer_by_layer, func, 2 if is_packed else 1)
-    if not is_batched:
+    unknown = filter(_is_unknown, _tensors(args))
+    if not is_batched and all(x.device.type in ("cpu", "meta") for x in unknown):
         return None
 
     def decomposed(*args: Any) -> Any:
