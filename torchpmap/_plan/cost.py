@@ -163,12 +163,23 @@ def propagated(
     definition = plan.definition
     module = LazyGraphModule(definition.graph, copied(definition.graph.graph))
     kinds = [*([((), torch.int64)] if definition.uses_index else []), *definition.inputs]
-    mode = FakeTensorMode()
+    mode, device = FakeTensorMode(), _device_of(definition.graph.graph)
     with mode:
-        examples = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
-    with mode:
+        examples = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
         Prop(module, mode).propagate_dont_convert_inputs(*examples)
     return module.graph
+
+
+def _device_of(graph: torch.fx.Graph) -> torch.device:
+    """Where a graph makes tensors: its inputs are there, too."""
+    for node in graph.nodes:
+        device = node.kwargs.get("device")
+        if isinstance(device, torch.device) and device.type not in ("cpu", "meta"):
+            return device
+        for inner in inner_graphs(node):
+            if (device := _device_of(inner)).type != "cpu":
+                return device
+    return torch.device("cpu")
 
 
 def collectives_of(plan: Plan, nodes: Sequence[torch.fx.Node]) -> list[tuple[torch.fx.Node, str]]:
