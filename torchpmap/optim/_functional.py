@@ -2,7 +2,8 @@
 
 ``update`` builds the torch optimizer anew on copies of the parameters, fills its ``state``, sets
 ``.grad``, calls ``step()`` and takes parameters and state out again: all numbers are torch's own.
-Where values are unknown (traced, or batched by vmap) ``step()`` needs help: ``_step_on_unknown``.
+Where values are unknown (traced, or batched by vmap), or on an accelerator, ``step()`` needs help:
+``_step_with_tensor_counters``.
 """
 
 from __future__ import annotations
@@ -238,10 +239,10 @@ def _step(optimizer: Optimizer) -> None:
             group.update({name: False for name in ("foreach", "fused") if name in group})
     groups = [dict(group) for group in optimizer.param_groups]
     try:
-        if known:
+        if known and not any(group.get("capturable") for group in groups):
             optimizer.step()
         else:
-            _step_on_unknown(optimizer)
+            _step_with_tensor_counters(optimizer)
     except KeyError as missing:
         raise ValueError(
             f"{type(optimizer).__name__}.step() found no {missing} in the state. Pass a state that "
@@ -250,7 +251,7 @@ def _step(optimizer: Optimizer) -> None:
     checks.refuse_hidden_state(optimizer, groups)
 
 
-def _step_on_unknown(optimizer: Optimizer) -> None:
+def _step_with_tensor_counters(optimizer: Optimizer) -> None:
     # In float32, the dtype of tensor counters, 1 - 0.999**step has only 4 digits.
     counters = {}
     for p, entries in optimizer.state.items():
