@@ -10,11 +10,15 @@ from _traced import F32, traced
 from torch._subclasses import fake_tensor
 
 from torchpmap._base.devices import CUDA, usable_cores
+from torchpmap._base.torch_internals import FakeTensorMode
+from torchpmap._plan.cost import propagated
 from torchpmap._runtime.torchrun.identity import described
 from torchpmap._sharded.transfer import store_on
 from torchpmap._trace import compile as _compile
 from torchpmap._trace.compile import Definition, compile_definition, parse_compile
 from torchpmap._trace.constants import place
+from torchpmap._trace.graph_mode import graph_of
+from torchpmap._trace.transform_rules import TransformRules
 from torchpmap.random._streams import refuse_draw
 
 W = torch.ones(4)
@@ -165,3 +169,58 @@ def test_a_tensor_on_the_device_does_not_visit_the_host():
     layout = SimpleNamespace(shape=value.shape, dtype=F32, is_replicated=True, ranks=(0,))
     store_on(SimpleNamespace(runtime=runtime), layout, value)
     assert stored[0].device.type == "meta"
+
+
+def names(graph):
+    return [getattr(node.target, "_name", "") for node in graph.graph.nodes]
+
+
+def test_the_batch_norm_of_cudnn_writes_where_the_graph_sees_it():
+    """Its schema does not say that it writes the running statistics, which are arguments."""
+    aten = torch.ops.aten
+
+    def step(x, weight, mean, var, grad):
+        y, *kept, reserve = aten.cudnn_batch_norm(x, weight, weight, mean, var, True, 0.1, 1e-5)
+        given = x, grad, weight, mean, var, *kept, 1e-5, reserve
+        return y, *aten.cudnn_batch_norm_backward(*given), mean
+
+    with FakeTensorMode():
+        x, weight = torch.empty(4, 3, 2), torch.empty(3)  # wherever they are
+        graph = graph_of(step, [x, weight, weight.clone(), weight.clone(), x.clone()])
+    found = names(graph)
+    assert "aten::_native_batch_norm_legit" in found
+    assert "aten::native_batch_norm_backward" in found
+    assert not any("cudnn" in name for name in found)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_a_recurrent_layer_becomes_plain_operations(kind):
+    """That of cuDNN keeps all weights in one buffer, which no graph can hold."""
+    layer = kind(3, 2)
+    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+
+    def f(x):
+        with TransformRules():
+            return torch.func.functional_call(layer, weights, (x,))[0]
+
+    made = traced(f, (4, 1, 3), size=2, device="cuda:0")
+    assert not [name for name in names(made.graph) if "cudnn" in name or "_thnn" in name]
+    assert "aten::addmm" in names(made.graph)
+
+
+def test_the_cost_of_a_graph_that_makes_tensors_on_its_device():
+    made = definition(lambda x: x + torch.arange(4.0), "cuda:0")
+    graph = propagated(SimpleNamespace(definition=made))
+    kinds = {str(n.meta["val"].device) for n in graph.nodes if n.op == "call_function"}
+    assert kinds == {"cuda:0"}
+
+
+class Misleading(Exception):
+    @property
+    def __class__(self):
+        raise ValueError("mine")
+
+
+def test_an_exception_of_the_user_does_not_decide_what_its_class_is(monkeypatch):
+    monkeypatch.setattr(CUDA, "synchronize", lambda: None)
+    assert CUDA.recover(Misleading())
