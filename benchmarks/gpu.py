@@ -48,12 +48,15 @@ class Section:
 
 SECTIONS = {
     "smoke": Section("smoke", "run", 200),
+    "jit": Section("jit", "run", 200),
+    "jit-shared": Section("jit", "shared", 200, shares=True),
     "latency": Section("latency", "run", 240),
     "memory": Section("memory", "run", 100),
     "faults": Section("faults", "run", 120),
     "collective-faults": Section("faults", "collectives", 120, shares=True),
     "training": Section("training", "local", 250),
     "training-torchrun": Section("training", "torchrun", 190, launcher=LAUNCHER),
+    "training-jit": Section("training", "jit", 190),
     "training-compile": Section("training", "compiled", 150),
     "graphs": Section("compiling", "graphs", 150),
     "dropout": Section("compiling", "dropout", 100),

@@ -1,7 +1,7 @@
 """GPT-2 in bfloat16 with batches of the host: steps per second, a trace, the GPU's idle share.
 
-Three sections of equal work, each in a process of its own: ``pmap`` of the whole step from a plain
-script and under torchrun, and plain ``torch.compile`` with the fused AdamW.
+Four sections of equal work, each in a process of its own: ``pmap`` of the whole step from a plain
+script and under torchrun, ``jit`` of it, and plain ``torch.compile`` with the fused AdamW.
 """
 
 from __future__ import annotations
@@ -53,6 +53,30 @@ def mapped(bench: Bench, sizes: Sizes) -> tuple[Steps, Ask]:
         for x, y in itertools.islice(order, count):
             state, value = step(state, *tp.multihost.local_rows([x[None], y[None]]))
         tp.block_until_ready(state)
+        return value.item()
+
+    return steps, on_worker
+
+
+def jitted(bench: Bench, sizes: Sizes) -> tuple[Steps, Ask]:
+    """The lines of ``plain`` with the whole step in ``tp.jit``."""
+    tp.init(1)
+    model, loss = model_and_loss(sizes, bench.device_type)
+    tp.replicate(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    order = itertools.cycle(batches(sizes))
+
+    @tp.jit(compile=bench.compile, fullgraph=True)
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        value = loss(dict(model.named_parameters()), x, y)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value.detach()
+
+    def steps(count: int) -> float:
+        for batch in itertools.islice(order, count):
+            value = step(*tp.shard_batch(batch))
         return value.item()
 
     return steps, on_worker
@@ -123,6 +147,10 @@ def local(bench: Bench) -> None:
 
 torchrun = local
 """The launcher makes the difference."""
+
+
+def jit(bench: Bench) -> None:
+    measure(bench, jitted)
 
 
 def compiled(bench: Bench) -> None:
