@@ -342,7 +342,7 @@ def _staged(
     body: Body, init: Parts, xs: Sequence[torch.Tensor], length: int, reverse: bool
 ) -> tuple[Tensors, Tensors]:
     around = Surroundings()
-    numbers = torch.arange(length, device=xs[0].device if xs else None)
+    numbers = torch.arange(length)  # on the device; captured rows are still on the host
 
     def once(start: Tensors, first: Tensors) -> tuple[Tensors, Tensors, int]:
         number, *row = first

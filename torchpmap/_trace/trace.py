@@ -211,10 +211,8 @@ def trace(
 
     def on_enter_transform(tensor: torch.Tensor) -> torch.Tensor:
         capture.views.before_call(tensor)
-        if not enclosing_depth:
-            return capture.leaf(tensor)
         # so that a wrapper of a real tensor comes from around the call
-        return capture.on_enter_transform(find(tensor))
+        return capture.on_enter_transform(capture.leaf(find(tensor)))
 
     kinds = [((), torch.int64), *((i.shape, i.dtype) for i in inputs)]
     with _lock, clean_grads(capture) as leftover:
