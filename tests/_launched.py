@@ -307,7 +307,10 @@ def check(got: Any, expected: Any, where: str) -> None:
         assert expected.text in got.text, f"{where}: {got}"
     elif isinstance(expected, torch.Tensor):
         assert isinstance(got, torch.Tensor), f"{where}: {got!r}"
-        torch.testing.assert_close(got, expected, msg=lambda text: f"{where}: {text}")
+        # the order of additions in a kernel is another one than on the host
+        rough = DEVICE != "cpu" and expected.dtype == torch.float32
+        near = {"rtol": 5e-5, "atol": 1e-5} if rough else {}
+        torch.testing.assert_close(got, expected, **near, msg=lambda text: f"{where}: {text}")
     elif isinstance(expected, list | tuple):
         assert type(got) is type(expected), f"{where}: {got!r}"
         assert len(got) == len(expected), f"{where}: {got!r}"

@@ -40,6 +40,8 @@ SCALE = float(
 
 DEVICE = os.environ.get("TORCHPMAP_TEST_DEVICE") or "cpu"
 """The kind of the devices of all tests, whatever the host has."""
+OTHER = "cuda" if DEVICE == "cpu" else "cpu"
+"""A kind of which no device is in use."""
 LAGS = os.environ.get("TORCHPMAP_TEST_LAG") == "1"
 """Whether CPU devices behave like accelerators (``_base/lagging.py``)."""
 TEST_ALL = os.environ.get("TORCHPMAP_TEST_ALL") == "1"
@@ -140,6 +142,15 @@ def wait_for(predicate: Callable[[], object], seconds: float = 2.0) -> bool:
 def eagerly(function: Callable[..., Any], axis_name: Any = "i", **options: Any) -> Any:
     """The function mapped without tracing."""
     return tp.pmap(function, axis_name, compile=False, **options)
+
+
+@contextlib.contextmanager
+def autocast(dtype: torch.dtype | None = None, enabled: bool = True) -> Iterator[None]:
+    """``torch.autocast`` of the devices, and of the host, on which expected values are computed."""
+    with contextlib.ExitStack() as stack:
+        for kind in {"cpu", DEVICE}:
+            stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
+        yield
 
 
 def in_threads(count: int, function: Callable[[int], Any], seconds: float = 60.0) -> list[Any]:

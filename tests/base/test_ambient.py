@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from _support import EAGER, in_threads
+from _support import EAGER, autocast, in_threads
 from torch.overrides import TorchFunctionMode
 
 import torchpmap as tp
@@ -61,10 +61,10 @@ CHANGED = {
     "a promotion": (default_dtype, lambda x: torch.cos(torch.arange(3)) * x),
     "a Python number": (default_dtype, lambda x: torch.tensor(0.1) + x),
     "bfloat16 by default": (lambda: default_dtype(torch.bfloat16), lambda x: x * 0.1),
-    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast": (lambda: autocast(torch.bfloat16),
         lambda x: torch.eye(3) @ (torch.ones(3, 3) * x / 3)),
     "autocast, left inside": (
-        lambda: torch.autocast("cpu", torch.bfloat16), lambda x: _without_autocast(x)),
+        lambda: autocast(torch.bfloat16), lambda x: _without_autocast(x)),
     "deterministic algorithms": (lambda: put(torch.use_deterministic_algorithms, True),
         lambda x: x + _new_memory_is_filled()),
     "flush denormal": (lambda: put(torch.set_flush_denormal, True),
@@ -86,7 +86,7 @@ def _new_memory_is_filled():
 
 
 def _without_autocast(x):
-    with torch.autocast("cpu", enabled=False):
+    with autocast(enabled=False):
         return torch.eye(3) @ (torch.ones(3, 3) * x / 3)
 
 
@@ -107,7 +107,7 @@ def test_a_call_of_another_thread_follows_its_settings(mode):
     f = tp.pmap(lambda x: torch.ones(2, 2) @ (torch.ones(2, 2) * x), compile=mode)
 
     def call(in_half):
-        with torch.autocast("cpu", torch.bfloat16, enabled=bool(in_half)):  # of this thread only
+        with autocast(torch.bfloat16, enabled=bool(in_half)):  # of this thread only
             return f(X).cpu().dtype
 
     assert in_threads(2, call) == [torch.float32, torch.bfloat16]

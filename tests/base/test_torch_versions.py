@@ -88,6 +88,7 @@ assert "torch.utils.cpp_extension" in sys.modules, "torch did not look for CUDA"
 
 
 @pytest.mark.inductor
+@pytest.mark.cpu_only("it is about machines without a GPU")
 def test_compiling_for_cpus_does_not_ask_for_a_gpu() -> None:
     assert run_program("-c", COMPILER_BUT_NO_GPU, CUDA_HOME=sys.prefix).stderr == ""
 

@@ -370,6 +370,8 @@ CALLS_OF_USERS_FUNCTIONS = {
 }
 
 
+# where there is a GPU, reset() imports Inductor, which imports what warns
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
 @pytest.mark.parametrize("name", CALLS_OF_USERS_FUNCTIONS)
 def test_a_compiled_function_goes_through(name):
     call = CALLS_OF_USERS_FUNCTIONS[name]

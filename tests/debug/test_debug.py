@@ -10,7 +10,7 @@ import pytest
 import torch
 from _arrays import Foreign
 from _spies import asked
-from _support import EAGER, in_threads
+from _support import DEVICE, EAGER, OTHER, in_threads
 
 import torchpmap as tp
 from torchpmap._runtime import current, inline_mode
@@ -119,7 +119,7 @@ def test_replicate_and_unreplicate_are_inverse(inline):
     assert tp.unreplicate(copy)["w"].tolist() == [1.0, 2.0]
     assert tp.unreplicate(copy)["n"].item() == 3
     stacked = tp.device_put_replicated(
-        torch.tensor([1.0, 2.0]), [tp.Device(0, "cpu"), tp.Device(1, "cpu")]
+        torch.tensor([1.0, 2.0]), [tp.Device(0, DEVICE), tp.Device(1, DEVICE)]
     )
     assert stacked.tolist() == [[1.0, 2.0], [1.0, 2.0]]
     assert tp.unreplicate(stacked).tolist() == [1.0, 2.0]
@@ -185,8 +185,8 @@ MISUSE = {
     "axis sizes": (lambda: tp.pmap(lambda x, y: x)(X, torch.zeros(3)), ValueError),
     "rows and devices": (lambda: tp.pmap(lambda x: x, devices=tp.devices()[:2])(X), ValueError),
     "unknown device": (
-        lambda: tp.pmap(lambda x: x, devices=[tp.Device(99, "cpu")])(X[:1]), ValueError),
-    "backend": (lambda: tp.pmap(lambda x: x, backend="cuda")(X), RuntimeError),
+        lambda: tp.pmap(lambda x: x, devices=[tp.Device(99, DEVICE)])(X[:1]), ValueError),
+    "backend": (lambda: tp.pmap(lambda x: x, backend=OTHER)(X), RuntimeError),
     "argument type": (lambda: tp.pmap(lambda x: x)("rows"), TypeError),
     "static": (lambda: tp.pmap(lambda x, k: x, static_broadcasted_argnums=1)(X, []), ValueError),
     "out axes": (lambda: tp.pmap(lambda x: x, out_axes=3)(X), ValueError),

@@ -37,6 +37,7 @@ def picked_sum(x, index):
     return tp.psum(pick(x, index), "i")
 
 
+@pytest.mark.cpu_only("an index out of range ends the worker of a GPU")
 @pytest.mark.skipif(LAGS, reason="an index out of range ends the worker: test_lagging.py")
 @pytest.mark.parametrize(("function", "right"), [(pick, [0, 6, 12, 18]), (picked_sum, [36] * N)])
 def test_row_11_error_in_a_compiled_call(function, right):

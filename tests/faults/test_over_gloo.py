@@ -10,7 +10,7 @@ from _support import pool_with
 
 import torchpmap as tp
 
-pytestmark = pytest.mark.usefixtures("over_gloo")
+pytestmark = [pytest.mark.usefixtures("over_gloo"), pytest.mark.cpu_only("GPUs share no memory")]
 
 
 def shares_memory(x):

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from _models import LINE, SQUARE, cut, made, placed
-from _support import EAGER, beside
+from _support import DEVICE, EAGER, autocast, beside
 
 import torchpmap as tp
 from torchpmap import P
@@ -50,7 +50,7 @@ def test_what_is_traced_again():
 def test_settings_of_torch_are_part_of_the_key():
     f = jit(lambda x: x @ x.T + torch.ones(8, 1))
     results = [f(X)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast(torch.bfloat16):
         results.append(f(X))
     torch.set_default_dtype(torch.float64)
     try:
@@ -142,7 +142,9 @@ def test_what_the_function_raises():
         jit(lambda x: x @ x)(X)
     mesh = tp.make_mesh((2,), ("x",), devices=tp.devices()[:2])
     other = tp.device_put(X, tp.NamedSharding(mesh, P("x")))
-    with pytest.raises(ValueError, match=r"jit: values are on cpu:0 cpu:1 .* but a program runs"):
+    with pytest.raises(
+        ValueError, match=rf"jit: values are on {DEVICE}:0 {DEVICE}:1 .* but a program runs"
+    ):
         jit(lambda x, y: x + y)(on(P("x")), other)
     with pytest.raises(TypeError, match="Expected a callable value"):
         tp.jit(3)

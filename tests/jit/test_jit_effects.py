@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from _cases import Cases, Plain, data
 from _models import LINE
+from _support import autocast
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -439,14 +440,14 @@ def functions_of_the_user(on):
 
 
 @CASES.add(1)
-def autocast(on):
+def under_autocast(on):
     model = on.put(on.model().float())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     @on.jit
     def step(x, y):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast(torch.bfloat16):
             loss = F.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()

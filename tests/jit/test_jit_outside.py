@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from _cases import Cases, OnDevices, data
 from _models import LAYOUTS, MODELS, batches, cut, made, placed
-from _support import EAGER, mostly_long
+from _support import EAGER, autocast, mostly_long
 from torch import nn
 
 import torchpmap as tp
@@ -276,10 +276,10 @@ def autocast_is_not_around_the_backward_pass(on):
     w = on.put(data(1).float() + 4 * torch.eye(8)).requires_grad_()
 
     def f(x):
-        with torch.autocast("cpu", enabled=False):
+        with autocast(enabled=False):
             return torch.linalg.inv(w) @ x.float()
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast(torch.bfloat16):
         y = on.jit(f)(on.put(data()))
     y.sum().backward()
     return [y, w.grad]
@@ -292,7 +292,7 @@ def what_fake_kernels_of_torch_promise_wrongly(on):
     y = on.jit(lambda: F.scaled_dot_product_attention(*[q.view(1, 1, 8, 8)] * 3))()
     y.square().sum().backward()
     model = on.model(nn.LayerNorm(8)).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast(torch.bfloat16):
         z = on.jit(lambda x: model(x))(on.put(torch.eye(8, dtype=torch.bfloat16)))
     z.float().sum().backward()
     return [y, q.grad, model[0].bias.grad]

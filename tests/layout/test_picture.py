@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
+from _support import DEVICE
 
 import torchpmap as tp
 from torchpmap._base.devices import enumerate_devices
@@ -74,13 +75,14 @@ def test_three_dims_are_a_list():
 def test_printed(pool, capsys):
     tp.debug.visualize_sharding(tp.pmap(lambda x: x, compile=False)(torch.arange(4)))
     tp.debug.visualize_sharding(torch.zeros(3))
+    rule = "-" * len(f" {DEVICE}:0 ")
     assert capsys.readouterr().out == (
         "int64[4], cut along dim 0\n"
-        "    +-------+\n"
-        "0:2 | cpu:0 |\n"
-        "    +-------+\n"
-        "2:4 | cpu:1 |\n"
-        "    +-------+\n"
+        f"    +{rule}+\n"
+        f"0:2 | {DEVICE}:0 |\n"
+        f"    +{rule}+\n"
+        f"2:4 | {DEVICE}:1 |\n"
+        f"    +{rule}+\n"
         "float32[3], in this process (cpu)\n"
     )
 

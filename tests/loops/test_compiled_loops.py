@@ -111,6 +111,7 @@ def products(x):
         (products, [(12,)]),  # of six; that it calls a library is known, and no step is left over
     ],
 )
+@pytest.mark.cpu_only("it compiles here what it traces for the devices")
 def test_steps_that_cpp_cannot_repeat_run_in_chunks(program, sizes):
     graph = tp.pmap(program, compile=GRAPH).lower(A).graph
     found = []

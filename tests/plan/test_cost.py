@@ -7,13 +7,16 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from _support import EAGER
+from _support import DEVICE, EAGER
 
 import torchpmap as tp
+from torchpmap._base.devices import PLATFORMS
 
 pytestmark = pytest.mark.usefixtures("pool")
 
 X = torch.ones(4)
+IN_ORDER = PLATFORMS[DEVICE].bucket_bytes is None
+"""Whether sums stay where they are: else they begin early, and share messages."""
 
 
 def cost(f, *shapes, **options):
@@ -87,6 +90,7 @@ def test_captured_tensors_are_arguments():
     assert found.argument_bytes == 4 * (6 * 7 + 7 + 5 * 6)
 
 
+@pytest.mark.cpu_only("on GPUs a recurrent layer is plain operations, which are counted")
 def test_operations_that_cannot_be_counted_are_named():
     @torch.library.custom_op("counted::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +130,10 @@ def test_collectives_of_several_axes():
     inner = tp.pmap(step, "cols", compile=EAGER)
     found = tp.debug.cost(tp.pmap(inner, "rows", compile=EAGER), torch.empty(2, 2, 10))
     sizes = [(each.num_bytes, each.axis) for each in found.collectives]
-    assert sizes == [(40, "rows"), (40, "cols"), (8, "rows, cols"), (12, "cols")]
+    expected = [(40, "rows"), (40, "cols"), (8, "rows, cols"), (12, "cols")]
+    if not IN_ORDER:
+        sizes, expected = sorted(sizes), sorted(expected)
+    assert sizes == expected
 
 
 # memory ------------------------------------------------------------------------------------------
@@ -185,7 +192,8 @@ def test_text():
     text = str(cost(lambda w, x: (tp.psum(x @ w, "i"), tp.psum(x, "i")), (200, 100), (50, 200)))
     flops, collectives, memory = text.splitlines()
     assert flops == "2,000,000 flops on each device"
-    assert collectives == "all_reduce over i (2 times): 60 kB"
+    times = " (2 times)" if IN_ORDER else ""
+    assert collectives == f"all_reduce over i{times}: 60 kB"
     known = "memory: 120 kB arguments, 60 kB results, at most "
     assert re.fullmatch(known + r"\d+ kB temporaries", memory)
 

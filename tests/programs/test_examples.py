@@ -225,12 +225,12 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[int, str], tuple[str, ...]]] = {
         2: "... sends 12,288 bytes ...",  # its block to three neighbours in turn
         3: "... sends 8,192 bytes ...",  # its block of each matrix
     }, ()),
-    "tensor_parallel": (("--quick", "--no-compile"), {
+    "tensor_parallel": (("--devices", "4", "--quick", "--no-compile"), {
         0: "4 devices, 2 for data, 2 for model",
         2: "the gradients of all weights are those of one device, with jit and by hand",
     }, ()),
     # 16 bytes are counters, one for each of 4 weights, which all devices have
-    "fsdp": (("--quick", "--no-compile"), {
+    "fsdp": (("--devices", "4", "--quick", "--no-compile"), {
         0: "... as on one device",
         1: f"of {16 + 196_608:,} bytes ... keeps {16 + 196_608 // 4:,}",
         2: "the same by hand",

@@ -256,6 +256,7 @@ class Called(TorchDispatchMode):
 
 @pytest.mark.inductor
 @pytest.mark.skipif(not cpp_compiler(), reason="no C++ compiler")
+@pytest.mark.cpu_only("it compiles here what it traces for the devices")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is")  # Inductor's imports
 @pytest.mark.parametrize("pool", [1], indirect=True)
 def test_inductor_makes_one_kernel_of_a_hash(pool):

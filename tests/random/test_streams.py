@@ -255,7 +255,8 @@ class DrawsBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, cotangent):
-        return cotangent * torch.rand(3)  # torch runs this outside of all modes
+        # torch runs this outside of all modes, also those that choose a device
+        return cotangent * torch.rand(3, device=cotangent.device)
 
 
 def test_a_draw_that_no_mode_sees_is_refused_with_its_line():

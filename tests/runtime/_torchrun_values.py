@@ -4,6 +4,7 @@ torchpmap.multihost.
 Run as a script (under torchrun) this file runs all cases and writes the results down.
 """
 
+import gc
 import json
 import sys
 import tempfile
@@ -13,7 +14,7 @@ import _torchrun_agreement  # adds cases
 import numpy as np
 import torch
 from _launched import Raised, host, run_cases
-from _support import DEVICE, LAGS
+from _support import DEVICE, LAGS, autocast
 from _torchrun_cases import (
     AXIS,
     CASES,
@@ -83,6 +84,7 @@ def text_of_a_spanning_value():
 
 @expect(lambda rank, count: [[f"{DEVICE}:{rank}"], 40 * 4 // count])
 def memory_of_this_process():
+    gc.collect()  # else values of earlier cases may go between the two counts
     before = {device: stats.value_bytes for device, stats in tp.memory_stats().items()}
     x = mapped(lambda x: x.expand(10) + 0)(mine())
     ((device, stats),) = tp.memory_stats().items()
@@ -204,14 +206,14 @@ def another_default_dtype(compile):
 def autocast_and_where_it_is_off(compile):
     def function(x):
         square = torch.ones(2, 2) * x
-        with torch.autocast("cpu", enabled=False):
+        with autocast(enabled=False):
             return square @ square
 
     def cast(x):
         square = torch.ones(2, 2) * x
         return square @ square
 
-    with torch.autocast("cpu", torch.bfloat16):
+    with autocast(torch.bfloat16):
         return mapped(cast, compile)(mine()).dtype, mapped(function, compile)(mine()).dtype
 
 

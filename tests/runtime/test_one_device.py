@@ -6,10 +6,10 @@ alike, the rest of the suite tests, there with workers that share the GPU.
 import pytest
 import torch
 import torch.nn.functional as F
+from _launched import run_program
 from _support import COMPILED, DEVICE, EAGER, eagerly
 
 import torchpmap as tp
-from torchpmap._base.devices import PLATFORMS
 
 pytestmark = pytest.mark.parametrize("pool", [1], indirect=True)
 
@@ -136,6 +136,17 @@ def test_an_index_out_of_range(pool):
     assert pick(table, good).tolist() == [[4.0]]
 
 
-def test_this_process_uses_no_device(pool):
-    tp.pmap(lambda x: x * 2, compile=EAGER)(X).cpu()
-    assert not PLATFORMS[DEVICE].is_initialized()
+USES_NO_DEVICE = f"""
+import torch, torchpmap as tp
+from torchpmap._base.devices import PLATFORMS
+
+tp.init(1)
+y = tp.pmap(lambda x: x * 2, compile={EAGER})(torch.ones(1, 3))
+assert y.tolist() == [[2.0] * 3]
+assert not PLATFORMS["{DEVICE}"].is_initialized()
+"""
+
+
+def test_the_process_of_a_program_uses_no_device(pool):
+    """To trace an index or a derivative, as other tests here do, torch itself would use it."""
+    run_program("-c", USES_NO_DEVICE)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from _support import EAGER
+from _support import EAGER, OTHER
 
 import torchpmap as tp
 from torchpmap._runtime.local.forkserver import server
@@ -21,7 +21,7 @@ def afterwards():
 
 READ_AT_START = {
     "num_devices": 3,
-    "device_type": "cuda",
+    "device_type": OTHER,
     "warm": True,
     "shared_memory": False,
     "runtime": "torchrun",

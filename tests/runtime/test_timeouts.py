@@ -41,6 +41,7 @@ def kept():
     return tp.pmap(lambda x: x + 1, compile=EAGER)(rows).block_until_ready()
 
 
+@pytest.mark.cpu_only("a rank knows whom it waits for where they share memory")
 def test_rank_that_waits_in_a_collective():
     with pytest.raises(tp.CallTimeout, match=rf"{DEVICE}:0 .* waits for rank 1 in .* at "):
         tp.pmap(loops, "i", compile=False, timeout=SCALE)(rows)

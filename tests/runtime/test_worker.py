@@ -334,8 +334,8 @@ def test_fake_kernel_that_lies(operation, gives, promises, compile, unharmed):
         with pytest.raises(RuntimeError, match="register_fake") as caught:
             f(torch.ones(2, 4)).tolist()
         text = str(caught.value)
-        assert text.startswith(f"<lambda>: the operation {name} gives {gives} (cpu")
-        assert f"promises {promises} (cpu" in text
+        assert text.startswith(f"<lambda>: the operation {name} gives {gives} ({DEVICE}")
+        assert f"promises {promises} ({DEVICE}" in text
 
 
 def shift(x):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from _arrays import Foreign
 from _spies import asked
-from _support import EAGER
+from _support import DEVICE, EAGER, OTHER
 
 import torchpmap as tp
 from torchpmap import NamedSharding, P, make_mesh
@@ -145,10 +145,12 @@ def test_a_place_for_each_part_of_a_tree():
          r"axis 0 is partitioned 2 times \(by mesh axis 'x'\), but the dimension size is 3"),
         (lambda: tp.device_put(X[0], mesh_sharding(None, "x")), ValueError,
          r"only valid for values of rank at least 2, but was applied to a value of rank 1"),
-        (lambda: tp.device_put(X, tp.Device(9, "cpu")), ValueError, r"cpu:9\) is not in use"),
-        (lambda: tp.device_put(X[:2], [tp.Device(0, "cpu"), tp.Device(9, "cpu")]), ValueError,
-         r"cpu:9\) is not in use"),
-        (lambda: tp.replicate(X, [tp.Device(0, "cuda")]), ValueError, r"cuda:0\) is not in use"),
+        (lambda: tp.device_put(X, tp.Device(9, DEVICE)), ValueError,
+         rf"{DEVICE}:9\) is not in use"),
+        (lambda: tp.device_put(X[:2], [tp.Device(0, DEVICE), tp.Device(9, DEVICE)]), ValueError,
+         rf"{DEVICE}:9\) is not in use"),
+        (lambda: tp.replicate(X, [tp.Device(0, OTHER)]), ValueError,
+         rf"{OTHER}:0\) is not in use"),
         (lambda: tp.replicate(X, []), ValueError, "at least one device"),
         (lambda: tp.device_put_sharded([X], tp.devices()), ValueError,
          r"len\(shards\) = 1 must equal len\(devices\) = 4"),

@@ -23,7 +23,15 @@ from _sharded_values import (
     where,
 )
 from _spies import asked
-from _support import DEVICE, EAGER, live_tensors, running_pool, wait_for, worker_pids
+from _support import (
+    DEVICE,
+    EAGER,
+    autocast,
+    live_tensors,
+    running_pool,
+    wait_for,
+    worker_pids,
+)
 
 import torchpmap as tp
 from torchpmap._runtime import current
@@ -321,7 +329,7 @@ def test_inference_mode(monkeypatch):
 
 def test_autocast():
     values = on_devices()
-    with torch.autocast("cpu", torch.bfloat16):
+    with autocast(torch.bfloat16):
         result = values.x @ values.w
         expected = HERE.x @ HERE.w
     assert where(result) == 0

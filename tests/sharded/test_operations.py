@@ -10,6 +10,7 @@ import pytest
 import torch
 from _sharded_values import LAYOUTS, ROWS, any_layout, each
 from _spies import asked
+from _support import DEVICE
 
 import torchpmap as tp
 
@@ -194,9 +195,11 @@ def test_batch_norms_that_do_not_train():
 
 
 def close(result, expected):
-    torch.testing.assert_close(result.detach().cpu(), expected.detach())
+    near = {} if DEVICE == "cpu" else {"rtol": 1e-3, "atol": 1e-4}  # cuDNN's products are in TF32
+    torch.testing.assert_close(result.detach().cpu(), expected.detach(), **near)
 
 
+@pytest.mark.cpu_only("GPUs have no products of float8 at all")
 def test_blocks_that_a_kernel_refuses_are_gathered():
     x = torch.arange(4.0).to(torch.float8_e4m3fn)  # whose products of one number torch refuses
     product = tp.device_put(x, tp.devices()) * tp.device_put(x, tp.devices())

@@ -124,6 +124,7 @@ READS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*running without tracing")
+@pytest.mark.cpu_only("an uncompiled function has tensors of the GPU, without a NumPy view")
 @pytest.mark.parametrize("read", READS)
 def test_values_that_python_reads(mode, read):
     w = torch.ones(3)

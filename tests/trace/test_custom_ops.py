@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from _launched import run_program
-from _support import COMPILED, EAGER, WAYS
+from _support import COMPILED, DEVICE, EAGER, WAYS
 from torch import Tensor
 
 import torchpmap as tp
@@ -345,7 +345,7 @@ def test_an_operation_defined_anew(mode):
     kept = define(2)
     f = tp.pmap(lambda x: torch.ops.torchpmap_tests_local.again(x), compile=mode)
     assert f(X).tolist() == (2 * X).tolist()
-    kept.register_kernel("cpu")(lambda x: x * 7)
+    kept.register_kernel(DEVICE)(lambda x: x * 7)
     assert f(X).tolist() == (7 * X).tolist()
     kept = define(3)
     assert f(X).tolist() == (3 * X).tolist()

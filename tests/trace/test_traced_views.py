@@ -386,6 +386,7 @@ def test_a_mask_without_dims_is_a_mask(dtype):
     assert got.shape[1:] == X[0][masks[0]].shape
 
 
+@pytest.mark.cpu_only("an index out of range ends the worker of a GPU")
 @pytest.mark.parametrize("mode", [EAGER, COMPILED])
 def test_a_position_out_of_range_raises(mode):
     for f in (lambda x, i: x[i], lambda x, i: x.narrow(0, i, 2), lambda x, i: x[i : i + 2]):
@@ -422,6 +423,7 @@ def test_slices_of_a_known_length(name, how, count):
     torch.testing.assert_close(got.cpu(), stacked(f)[0][:count])
 
 
+@pytest.mark.cpu_only("an index out of range ends the worker of a GPU")
 def test_slices_across_the_end_raise():
     got = tp.pmap(lambda x, i: x[i - 2 : i], compile=EAGER)
     with pytest.raises(IndexError, match="out of range"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from _arrays import Foreign
-from _support import EAGER
+from _support import DEVICE, EAGER
 
 import torchpmap as tp
 
@@ -75,7 +75,7 @@ CALLS = {
         lambda op, x, n: op(x, n), {"static_broadcasted_argnums": (0, -1), "in_axes": 0},
         (given(operator.mul, ROWS, 3), ROWS * 3),
         (given(operator.add, ROWS, 3), ROWS + 3)),
-    "the platform as backend": (lambda x: x + 1, {"backend": "cpu"}, (given(ONE * 0), [1.0] * 4)),
+    "the platform as backend": (lambda x: x + 1, {"backend": DEVICE}, (given(ONE * 0), [1.0] * 4)),
     "outputs of other layouts": (
         lambda x: (x.T, x.expand(2, 2, 3), x[:, ::2], x.to(torch.complex64).conj()), {},
         (given(CUBE), (CUBE.transpose(1, 2), CUBE[:, None].expand(4, 2, 2, 3), CUBE[:, :, ::2],

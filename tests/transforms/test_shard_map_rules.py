@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from _support import EAGER, in_threads
+from _support import DEVICE, EAGER, in_threads
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -134,7 +134,9 @@ def test_rule_7_specs_of_the_arguments(mesh):
     with pytest.raises(ValueError, match=r"but .* lies on Mesh\('devices': 4\)"):
         call(tp.pmap(torch.neg, compile=EAGER)(X))
     assert call(tp.replicate(X)).sharding.spec == XY
-    with pytest.raises(ValueError, match=r"but .* lies on .* of the devices cpu:0 cpu:1\. Give"):
+    with pytest.raises(
+        ValueError, match=rf"but .* lies on .* of the devices {DEVICE}:0 {DEVICE}:1\. Give"
+    ):
         call(tp.replicate(X, tp.devices()[:2]))
 
 
@@ -201,7 +203,7 @@ def test_rule_17_an_axis_that_is_not_mentioned_keeps_one_copy(mesh):
     assert found.sharding.spec == P("x")
     sums = (X[:, :2] + X[:, 2:]).tolist()
     copies = {str(s.device): s.data.tolist() for s in found.addressable_shards}
-    assert copies == {f"cpu:{k}": sums[:2] if k < 2 else sums[2:] for k in range(4)}
+    assert copies == {f"{DEVICE}:{k}": sums[:2] if k < 2 else sums[2:] for k in range(4)}
 
 
 def test_rule_18_results(mesh):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from _spies import Traces, asked, counted
-from _support import EAGER
+from _support import EAGER, autocast
 
 import torchpmap as tp
 
@@ -236,9 +236,9 @@ def test_traces_per_ambient_setting():
     mm, traces = counted(lambda x: x @ x)
     square = torch.ones(4, 2, 2)
     assert mm(square).dtype == torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast(torch.bfloat16):
         assert mm(square).dtype == torch.bfloat16
-    with torch.autocast("cpu", dtype=torch.float16):
+    with autocast(torch.float16):
         assert mm(square).dtype == torch.float16
     assert mm(square).dtype == torch.float32
     assert traces.n == 3

@@ -31,8 +31,11 @@ def run(case, mode, inputs, pmap=tp.pmap, axis_size=1, fetch=values.fetch):
     pmap = functools.partial(pmap, **options)
     shard_map = functools.partial(tp.shard_map, **options)
 
+    # what is stored ran on CPUs
+    program = case["jax_expr"].replace("backend='cpu'", f"backend={tp.default_backend()!r}")
+
     def whole(given):
-        return lookalike.run(case["jax_expr"], given, pmap, shard_map)
+        return lookalike.run(program, given, pmap, shard_map)
 
     fake = tp.debug.fake_pmap(serial=mode == "serial")
     with fake if mode in IN_PROCESS else contextlib.nullcontext():
