@@ -147,6 +147,7 @@ assert not PLATFORMS["{DEVICE}"].is_initialized()
 """
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing can use a CPU too early")
 def test_the_process_of_a_program_uses_no_device(pool):
     """To trace an index or a derivative, as other tests here do, torch itself would use it."""
     run_program("-c", USES_NO_DEVICE)
