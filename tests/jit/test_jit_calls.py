@@ -132,6 +132,26 @@ def test_a_schedule_inside_is_not_lost():
         step(cut(torch.randn(8, 8, dtype=torch.float64), "replicated"))
 
 
+class Registry(dict):
+    def get(self, key):  # of one argument, as that of transformers
+        return self[key]
+
+
+def test_a_dict_with_a_get_of_its_own_hides_no_error():
+    registry = Registry(scale=2)
+
+    def f(x):
+        if x.dim() == 1:
+            raise KeyError("mine")
+        registry["last"] = 3
+        return x * registry["scale"]
+
+    with pytest.raises(KeyError, match="mine"):
+        jit(f)(X[0])
+    assert registry == {"scale": 2}
+    assert jit(f)(X).tolist() == (X.cpu() * 2).tolist()
+
+
 def test_what_the_function_raises():
     def f(x):
         raise KeyError("mine")

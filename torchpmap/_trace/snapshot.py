@@ -117,14 +117,14 @@ def _slots(value: Any) -> Iterator[str]:
 
 
 def _items(table: Any) -> Iterator[Any]:
-    return iter(list(table.values() if isinstance(table, dict) else table))
+    return iter(list(dict.values(table) if isinstance(table, dict) else table))
 
 
 def _same(table: Any, copy: Any) -> bool:
     if len(table) != len(copy):
         return False
     if isinstance(table, dict):
-        return all(copy.get(name, _MISSING) is item for name, item in list(table.items()))
+        return all(copy.get(name, _MISSING) is item for name, item in list(dict.items(table)))
     return all(a is b for a, b in zip(list(table), copy, strict=False))
 
 
@@ -132,13 +132,13 @@ def _restore_dict(table: dict[Any, Any], copy: dict[Any, Any]) -> None:
     for name in [name for name in list(table) if name not in copy]:
         del table[name]
     for name, item in copy.items():
-        if table.get(name, _MISSING) is not item:
+        if dict.get(table, name, _MISSING) is not item:  # a subclass may have another get()
             table[name] = item
 
 
 def _read(owner: Any, name: str) -> Any:
     if isinstance(owner, dict):
-        return owner.get(name, _MISSING)
+        return dict.get(owner, name, _MISSING)
     if isinstance(owner, type):
         return vars(owner).get(name, _MISSING)
     try:

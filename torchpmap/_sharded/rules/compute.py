@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -213,6 +214,34 @@ def _batched(call: Call, rows: Sequence[Any], num_batch: int, num_rows: int) -> 
     )
 
 
+def _sampled(call: Call) -> Signature | None:
+    if False in call.arguments.get("output_mask", ()):
+        return None  # kernels give both gradients all the same, fake ones too
+    names = [name for name in ("grad_output", "input", "grid") if name in call.arguments]
+    return _batched(call, [call.arguments[name] for name in names], 1, 2)
+
+
+def _windows(ndim: int) -> Rule:
+    """Channels and places of a window become one dim, or the other way round."""
+
+    def rule(call: Call) -> Signature | None:
+        x = call.arguments["self"]
+        return _batched(call, [x], 1, 1) if x.ndim == ndim else None
+
+    return rule
+
+
+def _resized(num_trailing: int) -> Rule:
+    """The gradient of what has another size after it."""
+    without_size = _trailing(num_trailing)
+
+    def rule(call: Call) -> Signature | None:
+        signature = without_size(call)
+        return None if signature is None else replace(signature, size="input_size")
+
+    return rule
+
+
 def _embedding(call: Call) -> Signature | None:
     indices = call.arguments["indices"]
     labels = numbered(indices.ndim, set())
@@ -237,10 +266,16 @@ def _table() -> dict[str, Rule]:
         "bmm": _product("bik", "bkj", "bij", ("self", "mat2")),
         "constant_pad_nd": _trailing(lambda call: len(call.arguments["pad"]) // 2),
         "convolution": _convolution,
+        "col2im": _windows(3),
         "convolution_backward": _convolution,
         "dot": _product("k", "k", "", ("self", "tensor")),
         "embedding": _embedding,
         "embedding_dense_backward": _embedding_backward,
+        "grid_sampler_2d": _sampled,
+        "grid_sampler_2d_backward": _sampled,
+        "grid_sampler_3d": _sampled,
+        "grid_sampler_3d_backward": _sampled,
+        "im2col": _windows(4),
         "index": _index,
         "index_put": _index,
         "mm": _product("ik", "kj", "ij", ("self", "mat2")),
@@ -255,7 +290,12 @@ def _table() -> dict[str, Rule]:
         table
         | dict.fromkeys(_ALONG.split(), _along)
         | dict.fromkeys(_INDEXED.split(), _indexed)
+        | dict.fromkeys(_ON_LINES.split(), _trailing(1))
         | dict.fromkeys(_ON_MATRICES.split(), _trailing(2))
+        | dict.fromkeys(_ON_VOLUMES.split(), _trailing(3))
+        | {f"{name}_backward": _resized(1) for name in _RESIZING_1D.split()}
+        | {f"{name}_backward": _resized(2) for name in _RESIZING_2D.split()}
+        | {f"{name}_backward": _resized(3) for name in _RESIZING_3D.split()}
     )
 
 
@@ -265,12 +305,28 @@ _ALONG = (
     "scatter_reduce sort topk"
 )
 _INDEXED = "index_add index_copy index_fill index_select"
+_RESIZING_1D = "upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d"
+_RESIZING_2D = (
+    "upsample_bicubic2d upsample_bilinear2d upsample_nearest2d _upsample_bicubic2d_aa "
+    "_upsample_bilinear2d_aa _upsample_nearest_exact2d"
+)
+_RESIZING_3D = "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d"
+_ON_LINES = (
+    "reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward "
+    + _RESIZING_1D
+)
 _ON_MATRICES = (
     "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _linalg_det _linalg_slogdet "
     "adaptive_max_pool2d adaptive_max_pool2d_backward avg_pool2d avg_pool2d_backward "
     "linalg_cholesky_ex linalg_inv_ex linalg_qr max_pool2d_with_indices "
     "max_pool2d_with_indices_backward reflection_pad2d reflection_pad2d_backward "
-    "replication_pad2d replication_pad2d_backward tril triu upsample_bilinear2d upsample_nearest2d"
+    "replication_pad2d replication_pad2d_backward tril triu " + _RESIZING_2D
+)
+_ON_VOLUMES = (
+    "_adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d "
+    "adaptive_max_pool3d_backward avg_pool3d avg_pool3d_backward max_pool3d_with_indices "
+    "max_pool3d_with_indices_backward pixel_shuffle pixel_unshuffle reflection_pad3d "
+    "reflection_pad3d_backward replication_pad3d replication_pad3d_backward " + _RESIZING_3D
 )
 
 COMPUTE = _table()
