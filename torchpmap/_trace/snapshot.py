@@ -62,7 +62,8 @@ class Snapshot:
         table = value if isinstance(value, _TABLES) else _attributes(value)
         if table is None or id(table) in self._tables:
             return
-        copy = dict(table) if isinstance(table, dict) else list(table)
+        # a subclass may make its entries only when it is asked for them, as transformers' tables do
+        copy = dict(dict.items(table)) if isinstance(table, dict) else list(table)
         self._tables[id(table)] = table, copy
         if depth:
             for item in _items(copy):
@@ -90,7 +91,7 @@ class Snapshot:
         """Where a tensor of a trace is that was not there; None if nowhere."""
         for table, copy in self._tables.values():
             if not _same(table, copy):
-                names = list(table) if isinstance(table, dict) else range(len(table))
+                names = list(dict.keys(table)) if isinstance(table, dict) else range(len(table))
                 for name, item in zip(names, _items(table), strict=False):
                     if _has_traced(item):
                         return repr(name)
@@ -121,18 +122,19 @@ def _items(table: Any) -> Iterator[Any]:
 
 
 def _same(table: Any, copy: Any) -> bool:
+    if isinstance(table, dict):
+        now = list(dict.items(table))
+        return len(now) == len(copy) and all(copy.get(k, _MISSING) is item for k, item in now)
     if len(table) != len(copy):
         return False
-    if isinstance(table, dict):
-        return all(copy.get(name, _MISSING) is item for name, item in list(dict.items(table)))
     return all(a is b for a, b in zip(list(table), copy, strict=False))
 
 
 def _restore_dict(table: dict[Any, Any], copy: dict[Any, Any]) -> None:
-    for name in [name for name in list(table) if name not in copy]:
+    for name in dict.keys(table) - copy.keys():
         del table[name]
     for name, item in copy.items():
-        if dict.get(table, name, _MISSING) is not item:  # a subclass may have another get()
+        if dict.get(table, name, _MISSING) is not item:
             table[name] = item
 
 
