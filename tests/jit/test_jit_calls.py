@@ -165,6 +165,13 @@ def test_a_dict_of_the_users_own_is_asked_for_nothing():
     assert jit(f)(X).tolist() == (X.cpu() * 2).tolist()
 
 
+def test_another_name_of_a_value_lies_where_the_value_does():
+    step = jit(lambda x: x[:, slice(None)] * 2, fullgraph=True)
+    x = tp.shard_batch(X.cpu())
+    assert not step.lower(x).resharded
+    assert step(x).tolist() == (X.cpu() * 2).tolist()
+
+
 def test_what_the_function_raises():
     def f(x):
         raise KeyError("mine")

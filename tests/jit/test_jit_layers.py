@@ -33,7 +33,10 @@ LAYERS = {
     "pixel_unshuffle": (PICTURES, lambda x: F.pixel_unshuffle(x, 2)),
     "unfold": (PICTURES, lambda x: F.unfold(x, 3, padding=1)),
     "fold": ((4, 12, 9), lambda x: F.fold(x, 4, 2)),
-    "grid_sample": (PICTURES, lambda x: F.grid_sample(x, x.tanh().view(4, 3, 24, 2))),
+    "grid_sample": (
+        PICTURES,
+        lambda x: F.grid_sample(x, x.tanh().view(4, 3, 24, 2), align_corners=False),
+    ),
     "avg_pool3d": (VOLUMES, lambda x: F.avg_pool3d(x, 2)),
     "max_pool3d": (VOLUMES, lambda x: F.max_pool3d(x, 2)),
     "adaptive_avg_pool3d": (VOLUMES, lambda x: F.adaptive_avg_pool3d(x, 2)),

@@ -26,8 +26,8 @@ from torchpmap._runtime.base import Handle
 from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.tensor import ShardedTensor, gather, make_sharded
 from torchpmap._sharded.transfer import host_tensor, is_whole_here, move
-from torchpmap._trace.trace import Untraceable
 from torchpmap._trace.transformable import Maybe, Transformable, apply, may_have_vjp
+from torchpmap._trace.untraceable import Untraceable
 from torchpmap.random._streams import batched_key
 
 # -- the function that torch's transforms see ------------------------------------------------------

@@ -35,7 +35,8 @@ from torchpmap._trace.escaped import EscapeWatch
 from torchpmap._trace.program import Outcome
 from torchpmap._trace.replication import Demand
 from torchpmap._trace.toolchain import missing_compiler
-from torchpmap._trace.trace import Traced, TracedInput, Untraceable, trace
+from torchpmap._trace.trace import Traced, TracedInput, trace
+from torchpmap._trace.untraceable import Untraceable
 
 Body = Callable[[Sequence[torch.Tensor], Axis], Outcome]
 

@@ -262,6 +262,9 @@ class Spread:
         if node.target is operator.getitem:
             source: Any = node.args[0]
             return self._values[source][node.args[1]]
+        if node.target in (_aten.alias.default, _aten.detach.default):
+            source = node.args[0]
+            return self._values[source]
         if node.target is _aten.as_strided.default:
             value = node.all_input_nodes[0].meta["val"]
             if not value.is_contiguous() or value.storage_offset():

@@ -36,7 +36,6 @@ from torchpmap._base.torch_internals import (
     outside_modes,
     outside_transforms,
     subclass_function_off,
-    torch_function_off,
     tracing_mode,
     track,
     track_as,
@@ -91,8 +90,6 @@ class Capture(TorchDispatchMode):
         """
         self.stand_ins: dict[int, torch.Tensor] = {}
         self.grads_before: dict[int, torch.Tensor | None] = {}
-        self.parameters: dict[int, torch.Tensor] = {}
-        """The stand-ins that are leaves of autograd, by the ids of the real ones."""
         self.executions = Executions()
         self.views = TracedViews()
 
@@ -145,19 +142,6 @@ class Capture(TorchDispatchMode):
                 stand_in = self._stand_in(tensor)
                 if is_inexact(stand_in):
                     stand_in.requires_grad_()
-        return stand_in
-
-    def leaf(self, tensor: torch.Tensor, *, is_new: bool = True) -> torch.Tensor:
-        """The stand-in of a parameter, as a leaf of autograd: from an accelerator no backward pass
-        leads to a leaf on the CPU (torch 2.11: an internal assert in its engine).
-        """
-        stand_in = self.parameters.get(id(tensor))
-        if stand_in is not None or not (is_new and _is_users(tensor)):
-            return tensor if stand_in is None else stand_in
-        with torch_function_off(), outside_transforms():
-            if not (tensor.is_leaf and tensor.requires_grad):
-                return tensor
-            stand_in = self.parameters[id(tensor)] = self.substitute(tensor).requires_grad_()
         return stand_in
 
     def on_enter_transform(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -262,15 +246,11 @@ class Substitute(TorchFunctionMode):
         self,
         find: Callable[[torch.Tensor], torch.Tensor],
         at_transforms: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        leaf: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        """``at_transforms``: instead of ``find``, for what enters or leaves a transform inside.
-        ``leaf``: applied to what it gives, unless Python code only reads from the tensor.
-        """
+        """``at_transforms``: instead of ``find``, for what enters or leaves a transform inside."""
         super().__init__()
         self.find = find
         self.at_transforms = at_transforms or find
-        self.leaf = leaf
 
     def __enter__(self) -> Self:
         _crossings.__enter__()
@@ -288,12 +268,6 @@ class Substitute(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = map_tensors(self.find, (args, kwargs or {}))
-        own = func.__self__ if func.__name__ in ("__get__", "__set__") else func
-        is_gradient = own is torch.Tensor.grad
-        is_passed_on = is_gradient or own not in _READING
-        if self.leaf is not None and is_passed_on and not torch.compiler.is_dynamo_compiling():
-            leaf = functools.partial(self.leaf, is_new=not is_gradient)
-            args, kwargs = map_tensors(leaf, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -414,11 +388,6 @@ _DESCRIBING = frozenset(
     )
 ) | {torch.numel, torch.is_floating_point, torch.is_complex}
 
-_READING = frozenset([*_READERS, *_DESCRIBING, torch.Tensor.data, torch.is_nonzero]) | {
-    getattr(torch.Tensor, name)
-    for name in ("item", "__bool__", "__int__", "__float__", "__index__", "__repr__", "__format__")
-}
-
 
 def _is_mere_name(kind: type) -> bool:
     """Whether it is a subclass of tensors that leaves all operations to torch."""
@@ -465,4 +434,3 @@ def clean_grads(capture: Capture) -> Iterator[list[torch.Tensor]]:
                 if real.grad is not None:
                     leftover.append(real.grad)
                 real.grad = capture.grads_before[id(real)]
-        leftover += [leaf.grad for leaf in capture.parameters.values() if leaf.grad is not None]

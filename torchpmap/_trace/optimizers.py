@@ -33,7 +33,7 @@ from torchpmap._base.torch_internals import (
     outside_modes,
     torch_function_off,
 )
-from torchpmap._trace.trace import Untraceable
+from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.watched import Place, Watched
 from torchpmap._trace.whole_capture import WholeCapture
 

@@ -59,6 +59,7 @@ from torchpmap._trace.capture import (
 from torchpmap._trace.chunks import unroll_short_scans
 from torchpmap._trace.graphs import results_of, writes
 from torchpmap._trace.idioms import idiom
+from torchpmap._trace.leaves import Leaves, SubstituteLeaves, needs_leaves
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.passes import (
     drop_collectives_of_one,
@@ -80,6 +81,7 @@ from torchpmap._trace.replication import Demand, Replication
 from torchpmap._trace.seeds import generator_kept
 from torchpmap._trace.toolchain import import_dynamo
 from torchpmap._trace.unread import drop_unread
+from torchpmap._trace.untraceable import Untraceable
 from torchpmap.random._threefry import whole
 
 _lock = threading.RLock()  # torch keeps the state of a trace in globals: one at a time
@@ -87,19 +89,6 @@ _lock = threading.RLock()  # torch keeps the state of a trace in globals: one at
 
 TracedBody = Callable[[Sequence[torch.Tensor], Axis], Sequence[Demand]]
 """Takes one block per input, and the axis of the devices; returns the output blocks."""
-
-
-class Untraceable(Exception):  # a verdict, not an error: the front end decides what it means
-    """The program cannot become a graph: ``reason``, met at ``where`` (``file:line``) in the user's
-    code.
-    """
-
-    def __init__(self, reason: str, where: str, instead: str) -> None:
-        super().__init__(f"{where}: {reason}")
-        self.reason = reason
-        self.where = where
-        self.instead = instead
-        """What to use instead."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +173,6 @@ def trace(
 
     def run(index: torch.Tensor, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        substitute = Substitute(find, on_enter_transform, capture.leaf)
         modes = capture, KeepData(capture), substitute
         with contextlib.ExitStack() as stack:
             for mode in (capture.views.entered(), record.entered(), *modes, torch.enable_grad()):
@@ -211,12 +199,20 @@ def trace(
 
     def on_enter_transform(tensor: torch.Tensor) -> torch.Tensor:
         capture.views.before_call(tensor)
+        if not enclosing_depth:
+            return tensor
         # so that a wrapper of a real tensor comes from around the call
-        return capture.on_enter_transform(capture.leaf(find(tensor)))
+        return capture.on_enter_transform(find(tensor))
 
+    leaves = Leaves(capture) if needs_leaves(device) else None
+    if leaves is None:
+        substitute = Substitute(find, on_enter_transform)
+    else:
+        substitute = SubstituteLeaves(find, leaves)
     kinds = [((), torch.int64), *((i.shape, i.dtype) for i in inputs)]
     with _lock, clean_grads(capture) as leftover:
         graph = recorded(flat, kinds, fake_mode, device)
+    leftover += leaves.gradients() if leaves else []
     seconds = time.monotonic() - begin
     drop_unread(graph)
     often = repeated(graph)

@@ -31,7 +31,8 @@ from torchpmap._trace.graphs import is_kept, output_of, results_of, writes
 from torchpmap._trace.optimizers import Optimizers
 from torchpmap._trace.passes import drop_copies, drop_detaches, drop_in_place_views, protect_inputs
 from torchpmap._trace.remat import Record, without_writes
-from torchpmap._trace.trace import Untraceable, recorded
+from torchpmap._trace.trace import recorded
+from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole_capture import Hook, Leaf, Replace, WholeCapture
 from torchpmap._trace.whole_gradient import (
     given_are_leaves,

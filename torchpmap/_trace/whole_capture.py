@@ -30,7 +30,7 @@ from torchpmap._base.torch_internals import (
 from torchpmap._base.torch_versions import applying
 from torchpmap._trace.capture import Capture, KeepData, Substitute, here, is_real
 from torchpmap._trace.remat import Record
-from torchpmap._trace.trace import Untraceable
+from torchpmap._trace.untraceable import Untraceable
 
 Hook = Callable[[torch.Tensor, torch.Tensor], None]
 """Hears of each leaf and its stand-in."""

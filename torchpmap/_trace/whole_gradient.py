@@ -20,7 +20,7 @@ from torchpmap._base.ambient import ambient, applied, for_graph
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import outside_modes, torch_function_off
 from torchpmap._trace.graphs import copied_whole, is_kept, output_of, placeholders, results_of
-from torchpmap._trace.trace import Untraceable
+from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole_capture import WholeCapture
 
 Tensors = Sequence[torch.Tensor]

@@ -41,7 +41,7 @@ from torchpmap._trace.compile import EAGER, parse_compile
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.optimizers import NotYet
 from torchpmap._trace.snapshot import Snapshot
-from torchpmap._trace.trace import Untraceable
+from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms.call import check_function, name_of
 from torchpmap._transforms.jit_program import JitCall, LoweredProgram, Options, Program
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH

@@ -35,7 +35,7 @@ from torchpmap._trace.capture import is_real
 from torchpmap._trace.compile import Backend
 from torchpmap._trace.optimizers import Numbers
 from torchpmap._trace.reach import SIMPLE
-from torchpmap._trace.trace import Untraceable
+from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
 from torchpmap._transforms.jit_gradient import Derivable, overwritten
 from torchpmap.random._streams import new_seed

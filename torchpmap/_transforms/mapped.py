@@ -57,7 +57,7 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded, spans_processes
 from torchpmap._trace.compile import EAGER
-from torchpmap._trace.trace import Untraceable
+from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms.call import MapOptions, Static, takes_keywords
 from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
 

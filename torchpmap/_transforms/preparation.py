@@ -33,7 +33,7 @@ from torchpmap._trace.environment import Environment
 from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Program
 from torchpmap._trace.repetition import unrolled
-from torchpmap._trace.trace import Untraceable
+from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms.call import CallArguments, MapOptions, Static
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import new_seed
