@@ -134,6 +134,6 @@ _OF_ITSELF = frozenset(
 
 def _refused(reason: str) -> NotImplementedError:
     return NotImplementedError(
-        f"at {users_line()}: a backward pass inside the function {reason}, which is known of CPU "
+        f"at {users_line()}: a backward pass inside the function {reason}, which works on CPU "
         "devices only. Pass what it needs as arguments, or differentiate the mapped function."
     )
