@@ -106,7 +106,9 @@ def test_what_a_stand_in_cannot_do_raises(name):
     prepare, f = REFUSED[name]
     w, _ = made()
     v = prepare(w)
-    with pytest.raises(NotImplementedError, match=r"a backward pass inside .* works on CPU devices only"):
+    with pytest.raises(
+        NotImplementedError, match=r"a backward pass inside .* works on CPU devices only"
+    ):
         tp.pmap(lambda x: f(w, v, x), compile=EAGER)(X)
 
 
