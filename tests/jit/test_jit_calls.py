@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -163,6 +164,35 @@ def test_a_dict_of_the_users_own_is_asked_for_nothing():
         jit(f)(X[0])
     assert dict.__eq__(registry, {"scale": 2})
     assert jit(f)(X).tolist() == (X.cpu() * 2).tolist()
+
+
+class Tenfold(dict):
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value * 10)
+
+
+def first_out(table):
+    table.pop(next(iter(table)))
+    table["new"] = 4
+
+
+def last_used(table):
+    table["a"] = table.pop("a")
+
+
+@pytest.mark.filterwarnings("ignore:.*running operation by operation")
+@pytest.mark.parametrize("change", [first_out, last_used])
+@pytest.mark.parametrize("kind", [dict, OrderedDict, Tenfold])
+def test_a_table_is_put_back_in_its_order_before_the_function_runs_again(kind, change):
+    table, right = (kind({"a": 1, "b": 2, "c": 3}) for _ in range(2))
+
+    def f(x):
+        change(table)
+        return x if float(x.sum()) > 1e9 else x * 2
+
+    jit(f)(X)
+    change(right)
+    assert list(table.items()) == list(right.items())
 
 
 def test_another_name_of_a_value_lies_where_the_value_does():

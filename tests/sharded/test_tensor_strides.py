@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from _sharded_values import HERE, each, nothing_gathers, numbers, on_devices
 
 import torchpmap as tp
@@ -183,3 +184,35 @@ def test_a_module_in_channels_last():
     with nothing_gathers():
         module(tp.shard_batch(numbers(4, 3, 4, 6)).to(memory_format=last)).sum().backward()
     assert module.weight.is_contiguous(memory_format=last)
+
+
+KEEP_CHANNELS_LAST = {
+    "pixel_shuffle": (4, lambda x: F.pixel_shuffle(x, 2)),
+    "pixel_unshuffle": (4, lambda x: F.pixel_unshuffle(x, 2)),
+    "reflection_pad2d": (4, lambda x: F.pad(x, (1,) * 4, "reflect")),
+    "replication_pad2d": (4, lambda x: F.pad(x, (1,) * 4, "replicate")),
+    "adaptive_avg_pool2d": (4, lambda x: F.adaptive_avg_pool2d(x, 2)),
+    "adaptive_max_pool2d": (4, lambda x: F.adaptive_max_pool2d(x, 2)),
+    "bicubic": (4, lambda x: F.interpolate(x, size=6, mode="bicubic")),
+    "antialiased": (4, lambda x: F.interpolate(x, size=3, mode="bilinear", antialias=True)),
+    "nearest-exact": (4, lambda x: F.interpolate(x, size=6, mode="nearest-exact")),
+    "reflection_pad3d": (5, lambda x: F.pad(x, (1,) * 6, "reflect")),
+    "replication_pad3d": (5, lambda x: F.pad(x, (1,) * 6, "replicate")),
+    "max_pool3d": (5, lambda x: F.max_pool3d(x, 2)),
+    "avg_pool3d": (5, lambda x: F.avg_pool3d(x, 2)),
+    "nearest3d": (5, lambda x: F.interpolate(x, size=6)),
+    "trilinear": (5, lambda x: F.interpolate(x, size=6, mode="trilinear")),
+}
+
+
+@pytest.mark.parametrize("name", KEEP_CHANNELS_LAST)
+def test_channels_stay_last(name):
+    """Whether ``flatten`` is a view depends on it, and so what a write to it changes."""
+    ndim, layer = KEEP_CHANNELS_LAST[name]
+    last = torch.channels_last if ndim == 4 else torch.channels_last_3d
+    whole = torch.randn(4, 8, *[4] * (ndim - 2), generator=torch.Generator().manual_seed(0))
+    mine, right = (layer(x.to(memory_format=last)) for x in (tp.shard_batch(whole), whole))
+    assert mine.stride() == right.stride()
+    for y in (mine, right):
+        y.flatten(1).clamp_(min=0)
+    torch.testing.assert_close(mine.cpu(), right)

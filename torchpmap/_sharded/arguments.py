@@ -134,9 +134,14 @@ argument ``training`` is false.
 """
 _ORDERED = frozenset(
     [
+        *("_adaptive_avg_pool2d", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa"),
+        *("_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "adaptive_max_pool2d"),
         *("as_strided_scatter", "avg_pool2d", "diagonal_scatter", "flip", "index_fill"),
-        *("index_put", "max_pool2d_with_indices", "rot90"),
-        *("select_scatter", "slice_scatter", "sort", "upsample_bilinear2d", "upsample_nearest2d"),
+        *("index_put", "max_pool2d_with_indices", "max_pool3d_with_indices", "pixel_shuffle"),
+        *("pixel_unshuffle", "reflection_pad2d", "reflection_pad3d", "replication_pad2d"),
+        *("replication_pad3d", "rot90", "select_scatter", "slice_scatter", "sort"),
+        *("upsample_bicubic2d", "upsample_bilinear2d", "upsample_nearest2d", "upsample_nearest3d"),
+        "upsample_trilinear3d",
     ]
 )
 """Operations that are not elementwise, whose results are ordered in memory as their operands."""

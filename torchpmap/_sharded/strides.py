@@ -99,9 +99,30 @@ def _strides_of_computed(
     func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
 ) -> tuple[tuple[int, ...], ...]:
     named = {name: _unhashed(x) for name, x in kwargs}
-    results = func(*map(_unhashed, args), **named)
+    operands = list(map(_unhashed, args))
+    results = func(*operands, **named)
     results = (results,) if isinstance(results, torch.Tensor) else results
+    if func in _FORGETFUL:
+        results = [_in_format_of(operands[0], x) for x in results]
     return tuple(x.stride() for x in results if x is not None)
+
+
+_FORGETFUL = frozenset(
+    getattr(_aten, name).default
+    for name in (
+        *("pixel_shuffle", "reflection_pad2d", "reflection_pad3d"),
+        *("replication_pad2d", "replication_pad3d"),
+    )
+)
+"""Operations that keep channels last, but not of meta tensors (torch 2.11 to 2.15)."""
+
+
+def _in_format_of(operand: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    wanted = formats.get(operand.dim())
+    if wanted is None or not operand.is_contiguous(memory_format=wanted):
+        return result
+    return result.contiguous(memory_format=wanted)
 
 
 def _meta(dtype: torch.dtype, shape: torch.Size, own: Strides) -> torch.Tensor:

@@ -7,7 +7,7 @@ an object: later calls run the graph, and would find it there.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType
 from typing import Any
@@ -62,8 +62,7 @@ class Snapshot:
         table = value if isinstance(value, _TABLES) else _attributes(value)
         if table is None or id(table) in self._tables:
             return
-        # a subclass may make its entries only when it is asked for them, as transformers' tables do
-        copy = dict(dict.items(table)) if isinstance(table, dict) else list(table)
+        copy = dict(_own(table).items(table)) if isinstance(table, dict) else list(table)
         self._tables[id(table)] = table, copy
         if depth:
             for item in _items(copy):
@@ -75,7 +74,7 @@ class Snapshot:
         is_alone = not (self._others_run or others_run())
         for table, copy in self._tables.values():
             if isinstance(table, dict):
-                _restore_dict(table, copy)
+                _restore_dict(table, copy, is_alone)
             elif is_alone and not _same(table, copy):
                 table.clear()
                 (table.update if isinstance(table, set) else table.extend)(copy)
@@ -102,6 +101,13 @@ class Snapshot:
         return None
 
 
+def _own(table: dict[Any, Any]) -> Any:
+    """The class whose methods read and write just what a table holds: one of the user's may make
+    its entries only when it is asked for them, as transformers' tables do.
+    """
+    return OrderedDict if isinstance(table, OrderedDict) else dict
+
+
 def _attributes(value: Any) -> dict[str, Any] | None:
     try:
         table = object.__getattribute__(value, "__dict__")
@@ -123,19 +129,23 @@ def _items(table: Any) -> Iterator[Any]:
 
 def _same(table: Any, copy: Any) -> bool:
     if isinstance(table, dict):
-        now = list(dict.items(table))
-        return len(now) == len(copy) and all(copy.get(k, _MISSING) is item for k, item in now)
+        now = dict(_own(table).items(table))
+        return list(now) == list(copy) and all(copy[name] is item for name, item in now.items())
     if len(table) != len(copy):
         return False
     return all(a is b for a, b in zip(list(table), copy, strict=False))
 
 
-def _restore_dict(table: dict[Any, Any], copy: dict[Any, Any]) -> None:
+def _restore_dict(table: dict[Any, Any], copy: dict[Any, Any], is_alone: bool) -> None:
+    """Give a table its entries back, in their order unless other threads may use it."""
+    kind = _own(table)
+    if is_alone and list(kind.keys(table)) != list(copy):
+        kind.clear(table)
     for name in dict.keys(table) - copy.keys():
-        del table[name]
+        kind.__delitem__(table, name)
     for name, item in copy.items():
         if dict.get(table, name, _MISSING) is not item:
-            table[name] = item
+            kind.__setitem__(table, name, item)
 
 
 def _read(owner: Any, name: str) -> Any:
