@@ -49,7 +49,7 @@ def objective(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
 
-def trained(bench: Bench, make: Make, optimizer: str, **jit: Any) -> tuple[Any, Any]:
+def trained(make: Make, optimizer: str, **jit: Any) -> tuple[Any, Any]:
     """Losses of some steps and the last state: of ``jit``, and of plain torch on the CPU."""
     found = []
     for ours in (True, False):
@@ -106,7 +106,7 @@ def run(bench: Bench, devices: int = 1) -> None:
             for compiled in (bench.compile, {"backend": "eager"}):
                 how = "compiled" if compiled is bench.compile else "operation by operation"
                 with bench.part(f"{name}, {optimizer}, {how}"):
-                    got, expected = trained(bench, make, optimizer, compile=compiled)
+                    got, expected = trained(make, optimizer, compile=compiled)
                     # Adam takes a whole step in the direction of a gradient that is rounding only
                     passed = near(got[0], expected[0], 1e-3) and near(got[1], expected[1], 1e-2)
                     bench.check(f"{name}, {optimizer}, {how}", passed, (got[0], expected[0]))

@@ -17,6 +17,9 @@ from torchpmap._base.torch_internals import OpOverload, OpOverloadPacket
 Work = dist._Work
 """Base of what a collective returns, to be waited for."""
 
+ProcessGroup: Any = dist.ProcessGroup
+"""To derive from: it is annotated with overloads that C++ never calls."""
+
 default_store = distributed_c10d._get_default_store
 """() -> the store of the group that ``torch.distributed.init_process_group`` has made."""
 

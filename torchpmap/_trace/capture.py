@@ -326,7 +326,7 @@ class KeepData(TorchFunctionMode):
         if any(map(_is_mere_name, types)):
             # torch would convert the result, a traced tensor, to that class too, and fail
             with subclass_function_off():
-                if func not in _DESCRIBING and func.__name__ not in ("__get__", "__set__"):
+                if func not in DESCRIBING and func.__name__ not in ("__get__", "__set__"):
                     plain = self._capture.plain  # a backward pass would meet the class again
                     args, kwargs = map_tensors(plain, (args, kwargs))
                 return self._keep(func, args, kwargs)
@@ -334,14 +334,14 @@ class KeepData(TorchFunctionMode):
 
     def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
         is_getter = func.__name__ == "__get__"
-        if (func.__self__ if is_getter else func) in _DESCRIBING and _is_users(args[0]):
+        if (func.__self__ if is_getter else func) in DESCRIBING and _is_users(args[0]):
             answer = func(*args, **kwargs)
             self._capture.note(func, args[0], args[1:], kwargs, answer)
             return answer
         accessor = func.__name__ in ("__get__", "__set__") and func.__self__ is torch.Tensor.data
         if accessor and func.__name__ == "__set__" and isinstance(innermost(args[0]), FakeTensor):
             return self._set_data(*args)
-        if not (accessor or func in _READERS) or not _is_users(args[0]):
+        if not (accessor or func in READERS) or not _is_users(args[0]):
             return func(*args, **kwargs)
         if not accessor:
             with outside_modes():
@@ -368,7 +368,7 @@ class KeepData(TorchFunctionMode):
         track_as(mode.tracer, tensor, value)
 
 
-_READERS = (
+READERS = (
     torch.Tensor.numpy,
     torch.Tensor.tolist,
     torch.Tensor.__array__,
@@ -379,7 +379,7 @@ _READERS = (
 )
 
 
-_DESCRIBING = frozenset(
+DESCRIBING = frozenset(
     getattr(torch.Tensor, name)
     for name in (
         *("shape", "ndim", "dtype", "requires_grad", "is_leaf", "grad", "nbytes", "itemsize"),

@@ -22,7 +22,7 @@ from torchpmap._base.torch_internals import (
     outside_transforms,
     torch_function_off,
 )
-from torchpmap._trace.capture import Capture, Substitute, is_real
+from torchpmap._trace.capture import DESCRIBING, READERS, Capture, Substitute, is_real
 from torchpmap._trace.untraceable import Untraceable
 
 
@@ -119,16 +119,12 @@ class SubstituteLeaves(Substitute):
 
 
 _VIEWS = frozenset(getattr(torch.Tensor, name) for name in ("T", "mT", "H", "mH", "real", "imag"))
-_OF_ITSELF = frozenset(
-    [
-        *("requires_grad_", "detach_", "data_ptr", "untyped_storage", "storage", "set_", "item"),
-        *("is_shared", "share_memory_", "is_pinned", "numpy", "tolist", "__array__", "__dlpack__"),
-        *("apply_", "map_", "map2_", "size", "numel", "nelement", "dim", "ndimension", "__len__"),
-        *("stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex"),
-        *("element_size", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"),
-        *("__complex__", "__repr__", "__format__", "__contains__", "__deepcopy__", "get_device"),
-    ]
-)
+_OF_ITSELF = {each.__name__ for each in (*READERS, *DESCRIBING) if callable(each)} | {
+    *("requires_grad_", "detach_", "data_ptr", "untyped_storage", "storage", "set_", "item"),
+    *("is_shared", "share_memory_", "is_pinned", "is_nonzero", "__bool__", "__int__", "__float__"),
+    *("__index__", "__complex__", "__repr__", "__format__", "__contains__", "__deepcopy__"),
+    "get_device",
+}
 """Functions that ask or change the tensor itself, whatever its value is on the devices."""
 
 

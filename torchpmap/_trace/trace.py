@@ -205,10 +205,7 @@ def trace(
         return capture.on_enter_transform(find(tensor))
 
     leaves = Leaves(capture) if needs_leaves(device) else None
-    if leaves is None:
-        substitute = Substitute(find, on_enter_transform)
-    else:
-        substitute = SubstituteLeaves(find, leaves)
+    substitute = SubstituteLeaves(find, leaves) if leaves else Substitute(find, on_enter_transform)
     kinds = [((), torch.int64), *((i.shape, i.dtype) for i in inputs)]
     with _lock, clean_grads(capture) as leftover:
         graph = recorded(flat, kinds, fake_mode, device)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from torchpmap._base.errors import CollectiveMismatch
-from torchpmap._base.torch_groups import Work
+from torchpmap._base.torch_groups import ProcessGroup, Work
 from torchpmap._runtime.groups.shared_memory import SLOT_BYTES, Meeting
 from torchpmap._runtime.wire import DTYPES
 
@@ -67,10 +67,9 @@ class _Done(Work):
 
 
 DONE = _Done()
-_ProcessGroup: Any = dist.ProcessGroup  # annotated with overloads that C++ never calls
 
 
-class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
+class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
     """The collectives that ``torch.ops._c10d_functional`` asks a group for."""
 
     def __init__(self, meeting: Meeting, calls: Mapping[int, str]) -> None:

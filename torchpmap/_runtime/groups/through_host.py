@@ -14,12 +14,11 @@ import torch.distributed as dist
 
 from torchpmap._base.errors import GroupLost
 from torchpmap._base.pytree import map_tensors, tree_leaves
+from torchpmap._base.torch_groups import ProcessGroup
 from torchpmap._runtime.groups.shared_memory_group import DONE
 
-_ProcessGroup: Any = dist.ProcessGroup  # annotated with overloads that C++ never calls
 
-
-class ThroughHost(_ProcessGroup):  # type: ignore[misc]
+class ThroughHost(ProcessGroup):  # type: ignore[misc]
     """The collectives of ``group``, of tensors that are not in the memory of the host."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -286,17 +286,12 @@ def _table() -> dict[str, Rule]:
     }
     for kind, names in _REDUCTIONS.items():
         table |= dict.fromkeys(names.split(), _reduction(kind))
-    return (
-        table
-        | dict.fromkeys(_ALONG.split(), _along)
-        | dict.fromkeys(_INDEXED.split(), _indexed)
-        | dict.fromkeys(_ON_LINES.split(), _trailing(1))
-        | dict.fromkeys(_ON_MATRICES.split(), _trailing(2))
-        | dict.fromkeys(_ON_VOLUMES.split(), _trailing(3))
-        | {f"{name}_backward": _resized(1) for name in _RESIZING_1D.split()}
-        | {f"{name}_backward": _resized(2) for name in _RESIZING_2D.split()}
-        | {f"{name}_backward": _resized(3) for name in _RESIZING_3D.split()}
-    )
+    for num_dims, names in _ON_LAST.items():
+        table |= dict.fromkeys(names.split(), _trailing(num_dims))
+    for num_dims, names in _RESIZING.items():
+        table |= dict.fromkeys(names.split(), _trailing(num_dims))
+        table |= {f"{name}_backward": _resized(num_dims) for name in names.split()}
+    return table | dict.fromkeys(_ALONG.split(), _along) | dict.fromkeys(_INDEXED.split(), _indexed)
 
 
 _ALONG = (
@@ -305,29 +300,25 @@ _ALONG = (
     "scatter_reduce sort topk"
 )
 _INDEXED = "index_add index_copy index_fill index_select"
-_RESIZING_1D = "upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d"
-_RESIZING_2D = (
-    "upsample_bicubic2d upsample_bilinear2d upsample_nearest2d _upsample_bicubic2d_aa "
-    "_upsample_bilinear2d_aa _upsample_nearest_exact2d"
-)
-_RESIZING_3D = "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d"
-_ON_LINES = (
-    "reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward "
-    + _RESIZING_1D
-)
-_ON_MATRICES = (
-    "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _linalg_det _linalg_slogdet "
+_ON_LAST = {
+    1: "reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward",
+    2: "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _linalg_det _linalg_slogdet "
     "adaptive_max_pool2d adaptive_max_pool2d_backward avg_pool2d avg_pool2d_backward "
     "linalg_cholesky_ex linalg_inv_ex linalg_qr max_pool2d_with_indices "
     "max_pool2d_with_indices_backward reflection_pad2d reflection_pad2d_backward "
-    "replication_pad2d replication_pad2d_backward tril triu " + _RESIZING_2D
-)
-_ON_VOLUMES = (
-    "_adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d "
+    "replication_pad2d replication_pad2d_backward tril triu",
+    3: "_adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d "
     "adaptive_max_pool3d_backward avg_pool3d avg_pool3d_backward max_pool3d_with_indices "
     "max_pool3d_with_indices_backward pixel_shuffle pixel_unshuffle reflection_pad3d "
-    "reflection_pad3d_backward replication_pad3d replication_pad3d_backward " + _RESIZING_3D
-)
+    "reflection_pad3d_backward replication_pad3d replication_pad3d_backward",
+}
+_RESIZING = {
+    1: "upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d",
+    2: "upsample_bicubic2d upsample_bilinear2d upsample_nearest2d _upsample_bicubic2d_aa "
+    "_upsample_bilinear2d_aa _upsample_nearest_exact2d",
+    3: "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d",
+}
+"""Operations on so many last dims; these give them another size, of which the gradient is told."""
 
 COMPUTE = _table()
 """Rule by name of the operation, without the ``_`` of its in-place form."""
