@@ -40,7 +40,7 @@ def spmd(
     ``share_memory``: the ranks that are willing to; unless all are, collectives go over Gloo.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torchpmap._api"])  # four processes need 8 s else
+    context.set_forkserver_preload(["torchpmap._api", "pytest"])  # four processes need 8 s else
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(size):

@@ -19,6 +19,7 @@ from _support import DEVICE, EAGER, SCALE, TEST_ALL, sample, wait_for
 
 import torchpmap as tp
 from torchpmap._base.devices import usable_cores
+from torchpmap._runtime.local import forkserver
 from torchpmap._runtime.local.forkserver import server
 from torchpmap._runtime.local.process import preload
 from torchpmap._trace import compile as _compile
@@ -138,6 +139,15 @@ def compiles(request: pytest.FixtureRequest) -> bool:
     """Whether there are many tests, or tests that compile."""
     items = request.session.items
     return len(items) > MANY or any(item.get_closest_marker("inductor") for item in items)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workers_know_pytest() -> Iterator[None]:
+    """Workers begin with pytest in memory: to import a module of tests takes each 0.2 s else."""
+    own = forkserver.command
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver, "command", lambda code: own(f"import pytest; {code}"))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Covers: _transforms/jit.py: what is traced again, what is not traced, and errors."""
 
+import contextlib
 import copy
 import threading
 from collections import OrderedDict
@@ -7,6 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from _models import LINE, SQUARE, cut, made, placed
+from _spies import asked
 from _support import DEVICE, EAGER, autocast, beside
 
 import torchpmap as tp
@@ -237,6 +239,54 @@ def test_a_call_that_fails_on_a_device_poisons_what_it_writes_and_no_more():
     assert torch.equal(table.cpu(), X)
     with pytest.raises(torch.linalg.LinAlgError):
         total.cpu()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_numbers_of_an_optimizer_are_sent_when_they_are_not_there(monkeypatch, kind):
+    model = tp.replicate(torch.nn.Linear(4, 1))
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    @jit
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    x = on(P("x"))
+    step(x)
+    sent = asked(monkeypatch)
+    for _ in range(3):
+        step(x)
+    optimizer.param_groups[0]["lr"] = 0.05
+    for _ in range(2):
+        step(x)
+    call, new_rate = "execute", "put"
+    assert [name for name, _ in sent] == [call, call, call, new_rate, call, call]
+
+
+def test_numbers_of_an_optimizer_outlive_a_call_that_fails():
+    def trained(second):
+        weight = on(P(), torch.eye(4)).requires_grad_()
+        optimizer = torch.optim.AdamW([weight], lr=0.1)
+
+        @jit
+        def step(x):
+            optimizer.zero_grad()
+            torch.linalg.cholesky(weight @ x).sum().backward()
+            optimizer.step()
+
+        step(torch.eye(4))
+        values = [weight, *(x for x in optimizer.state[weight].values() if x.dim())]
+        saved = [x.detach().clone() for x in values]
+        with contextlib.suppress(torch.linalg.LinAlgError):
+            (step(second), weight.cpu())
+        for x, value in zip(values, saved, strict=True):
+            x.data = value
+        step(torch.eye(4))
+        assert step.num_traces == 1
+        return weight.detach().cpu()
+
+    assert torch.equal(trained(-torch.eye(4)), trained(torch.eye(4)))
 
 
 def test_inside_of_mapped_functions_it_is_the_function():

@@ -170,6 +170,38 @@ def two_optimizers_and_schedules(on):
     return list(model.parameters())
 
 
+@CASES.add()
+def an_optimizer_that_several_functions_step(on):
+    model = on.model()
+    weight, bias = model.parameters()
+    groups = [{"params": [weight]}, {"params": [bias], "lr": 0.03}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+
+    def step(x, times=1):
+        for _ in range(times):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    def only_weight(x):
+        optimizer.zero_grad()
+        (x @ weight.T + bias.detach()).square().mean().backward()
+        optimizer.step()
+
+    once, twice = on.jit(step), on.jit(lambda x: step(x, 2))
+    half = on.jit(only_weight)
+    for k, function in enumerate((once, twice, once, once, step, once, half, half, once, once)):
+        function(on.put(data(k)))
+        if k == 2:
+            optimizer.param_groups[1]["lr"] = 0.2
+        if k == 3:
+            optimizer.state[weight]["step"].add_(2)
+        if k == 8:
+            for x in (weight, bias):
+                optimizer.state[x]["step"].data = torch.tensor(3.0)
+    return [weight, bias, *(optimizer.state[x]["step"] for x in (weight, bias))]
+
+
 @CASES.add(3)
 def a_rate_that_the_function_reads(on):
     model = on.model()

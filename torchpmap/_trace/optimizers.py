@@ -6,13 +6,16 @@ one vector per optimizer:
 
     float64[rates of the groups..., counters...]
 
-A graph adds nothing to counters: the caller does, after each call.  The state that a first step
-would make is made before the step is traced, so that the second call runs the same graph.
+A graph that counts all steps alike writes to its vector, so that the devices have the numbers of
+the next call.  The counters themselves are the caller's to advance, after each call.  The state
+that a first step would make is made before the step is traced, so that the second call runs the
+same graph.
 """
 
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -62,6 +65,8 @@ class Numbers:
         self._count = count
         self._memory = [counter.numpy() for counter in self.counters]
         """The same numbers; an operation of torch takes five times as long."""
+        self._ends = [(x, x.data_ptr()) for x in (*self.counters[:1], *self.counters[-1:])]
+        """The first and the last counter, and where they lie: ``x.data = ...`` may change that."""
         self._watched = Watched()
         self._watch(optimizer)
 
@@ -85,18 +90,34 @@ class Numbers:
 
     def hold(self) -> bool:
         """Whether only numbers have changed."""
-        groups, counters = self._groups, self.counters
+        groups, memory = self._groups, self._memory
         return (
             self._watched.same()
             and all(type(groups[k]["lr"]) is float for k in self._rates)
-            and (not self._are_alike or len(counters) < 2 or bool(counters[0] == counters[-1]))
+            and all(counter.data_ptr() == place for counter, place in self._ends)
+            and (not self._are_alike or len(memory) < 2 or bool(memory[0] == memory[-1]))
         )
 
-    def read(self) -> torch.Tensor:
-        """The vector of this call."""
+    def read(self) -> array[float]:
+        """The values of the vector in this call."""
         rates = [self._groups[k]["lr"] for k in self._rates]
-        counters = [float(counter) for counter in self.counters[: self._count]]
-        return torch.tensor(rates + counters, dtype=torch.float64)
+        return array("d", [*rates, *(float(each) for each in self._memory[: self._count])])
+
+    def count(self) -> None:
+        """In the trace, write to the vector what it is in the next call; else it is sent."""
+        if self.steps:
+            self.vector[len(self._rates) :].add_(self.steps)
+
+    def after(self, values: array[float]) -> array[float]:
+        """The vector after a call that began with ``values``."""
+        rates = len(self._rates)
+        return array("d", [*values[:rates], *(each + self.steps for each in values[rates:])])
+
+    @property
+    def steps(self) -> int:
+        """By how much a call advances every counter; 0 if it is not the same for all."""
+        alike = set(self._steps.values())
+        return alike.pop() if len(alike) == 1 and len(self._steps) == len(self.counters) else 0
 
     def rates(self) -> dict[int, torch.Tensor]:
         """For groups, their rates in the trace."""
@@ -148,8 +169,11 @@ class Optimizers:
                 for each in self._stepping.values():
                     each.close()
 
-    def check(self) -> None:
-        """Raise if the function itself changes what is an input."""
+    def finish(self) -> None:
+        """Count the steps; raise if the function itself changes what is an input."""
+        with torch.no_grad():
+            for numbers in self.numbers:
+                numbers.count()
         stepped = [(optimizer, before) for optimizer, _, before in self._known.values()]
         for optimizer, before in (*self._before_all, *stepped):
             if _rates(optimizer) != before:

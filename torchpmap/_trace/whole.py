@@ -28,7 +28,7 @@ from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import FakeTensorMode
 from torchpmap._trace.capture import KeepData
 from torchpmap._trace.graphs import is_kept, output_of, results_of, writes
-from torchpmap._trace.optimizers import Optimizers
+from torchpmap._trace.optimizers import Numbers, Optimizers
 from torchpmap._trace.passes import drop_copies, drop_detaches, drop_in_place_views, protect_inputs
 from torchpmap._trace.remat import Record, without_writes
 from torchpmap._trace.trace import recorded
@@ -53,7 +53,8 @@ class WholeTrace:
 
     graph: GraphModule
     """Takes what is captured, the arguments and ``cotangents``; returns the results, the new values
-    of ``written``, the gradients of ``graded`` and those of ``pulled``.  It writes nothing.
+    of ``written`` and ``counted``, the gradients of ``graded`` and those of ``pulled``.  It writes
+    nothing.
     """
     captured: list[torch.Tensor]
     leaves: list[torch.Tensor]
@@ -64,6 +65,8 @@ class WholeTrace:
     num_results: int
     written: list[torch.Tensor]
     """Tensors that the function writes to, among them arguments of the first call."""
+    counted: list[Numbers]
+    """Of which it returns the vectors of the next call."""
     graded: list[torch.Tensor]
     """Leaves that it leaves another gradient on."""
     cleared: list[torch.Tensor]
@@ -71,7 +74,8 @@ class WholeTrace:
     asked: list[tuple[torch.Tensor, bool]]
     """Leaves of which it matters whether they had a gradient, and whether they had."""
     grad_of: dict[int, torch.Tensor]
-    optimizers: Optimizers
+    numbers: list[Numbers]
+    """Of the optimizers that step."""
     cotangents: list[int]
     """The results that ``backward()`` may still go through."""
     overwritten: dict[int, str]
@@ -116,7 +120,7 @@ def trace_whole(
                 returned, results = fun(given)
             results = [capture.substitute(x) for x in results]
             capture.check()
-            optimizers.check()
+            optimizers.finish()
             states = [*capture.captured, *arguments]
             stand_ins = [capture.stand_ins[id(x)] for x in capture.captured]
             leaves = list(capture.leaves.values())
@@ -183,7 +187,10 @@ def _effects(
     places, closed_over = split_off(graph, capture.captured, found.cotangents)
     given = places[len(closed_over) :]
     before = [*places[: len(states) - len(given)], *given]  # not what only the backward pass meets
-    written = _written(states, before, outputs[num:])
+    changed = _written(states, before, outputs[num:])
+    vectors = {id(each.vector): each for each in optimizers.numbers}
+    written = [pair for pair in changed if id(pair[0]) not in vectors]
+    counted = [(vectors[id(x)], node) for x, node in changed if id(x) in vectors]
     new = iter(outputs[num + len(states) :])
     left = [
         (leaf, grad, None if grad is None else next(new))
@@ -199,7 +206,7 @@ def _effects(
         for (leaf, *_), grad in zip(left, found.pulled, strict=False)
         if grad is not None
     ]
-    effects = (*written, *graded, *pulled)
+    effects = (*written, *counted, *graded, *pulled)
     kept = (*outputs[:num], *(node for _, node in effects))
     output_of(graph.graph).args = (kept,)
     graph.graph.eliminate_dead_code(is_impure_node=is_kept)
@@ -212,15 +219,16 @@ def _effects(
         graph=graph,
         captured=captured,
         leaves=[leaf.real for leaf, *_ in left if leaf.is_stored],
-        met=closed_over,
+        met=[x for x in closed_over if id(x) not in vectors],
         returned=found.returned,
         num_results=num,
         written=[real for real, _ in written],
+        counted=[numbers for numbers, _ in counted],
         graded=[real for real, _ in graded],
         cleared=[leaf.real for leaf in gone if leaf.is_cleared or leaf.before is not None],
         asked=[(leaf.real, leaf.before is not None) for leaf, *_ in left if leaf.was_asked],
         grad_of=capture.grad_of,
-        optimizers=optimizers,
+        numbers=optimizers.numbers,
         cotangents=found.through,
         overwritten=found.overwritten,
         pulled=[real for real, _ in pulled],

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import constrained, wishes
-from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.gather_report import tell_of_gather
 from torchpmap._sharded.spread import NotOnBlocks
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded
@@ -33,11 +31,20 @@ from torchpmap._sharded.transfer import gather
 from torchpmap._sharded.views import is_linked, linked, write
 from torchpmap._trace.capture import is_real
 from torchpmap._trace.compile import Backend
-from torchpmap._trace.optimizers import Numbers
 from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
 from torchpmap._transforms.jit_gradient import Derivable, overwritten
+from torchpmap._transforms.jit_values import (
+    Argument,
+    ClosedOver,
+    Copied,
+    GradientOf,
+    Kept,
+    Place,
+    StepNumbers,
+    Value,
+)
 from torchpmap.random._streams import new_seed
 
 
@@ -86,16 +93,16 @@ class JitCall:
         results = []
         for value in values:
             if id(value) in places:
-                template.append(_Argument(places[id(value)]))
+                template.append(Argument(places[id(value)]))
             elif isinstance(value, torch.Tensor) and is_real(value):
-                template.append(_Same(value))
+                template.append(ClosedOver(value))
             elif isinstance(value, torch.Tensor):
                 template.append(_RESULT)
                 results.append(value)
             else:
                 _refuse_hidden(value)
                 is_fixed = isinstance(value, SIMPLE)
-                template.append(value if is_fixed else _Copied(value))
+                template.append(value if is_fixed else Copied(value))
         return (tree, template), results
 
 
@@ -110,84 +117,6 @@ def _refuse_hidden(value: Any) -> None:
             f"a dict, or register {kind} with torch.utils._pytree.register_dataclass or "
             "register_pytree_node."
         )
-
-
-class _Argument(NamedTuple):
-    """A tensor that the function was given."""
-
-    place: int
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        return tensors[self.place]
-
-
-class _Same(NamedTuple):
-    """A tensor that the function closes over."""
-
-    tensor: torch.Tensor
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        return self.tensor
-
-
-class _GradientOf(NamedTuple):
-    """The gradient of another target."""
-
-    leaf: _Argument | _Same
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        return self.leaf.of(tensors).grad
-
-
-_Target = _Argument | _Same | _GradientOf
-
-
-class _Value(NamedTuple):
-    """A tensor on the devices, as an input.  It keeps no blocks: these may be donated."""
-
-    target: _Target
-    layout: Layout
-
-    def closed_over(self) -> Any:
-        """The tensor, if it is the same in each call, and lies as it did in the first."""
-        return self.target.tensor if isinstance(self.target, _Same) else None
-
-    def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
-        return handle_of(self.target.of(tensors), self.layout)
-
-
-class _Kept(NamedTuple):
-    """A tensor of this process, or the key of random numbers, as an input."""
-
-    captured: Captured
-
-    def closed_over(self) -> None:
-        return None
-
-    def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
-        return self.captured.handle()
-
-
-class _Numbers(NamedTuple):
-    """The numbers of an optimizer, as an input."""
-
-    numbers: Numbers
-    layout: Layout
-
-    def closed_over(self) -> None:
-        return None
-
-    def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
-        return handle_of(self.numbers.read(), self.layout)
-
-
-class _Copied(NamedTuple):
-    """A value that the caller may change."""
-
-    value: Any
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        return copy.copy(self.value)
 
 
 _RESULT = object()
@@ -207,15 +136,20 @@ class Program:
         self._num_results, self._overwritten = traced.num_results, traced.overwritten
         devices = _devices_of([*tensors, *traced.captured])
         place = functools.partial(_layout_of, devices)
-        self._numbers = traced.optimizers.numbers
+        self._numbers = {
+            id(each.vector): StepNumbers(each, place(each.vector)) for each in traced.numbers
+        }
+        self._counted = [self._numbers[id(each.vector)] for each in traced.counted]
         self._find_targets(traced, tensors)
         self._inputs = [self._input(x, seed, place(x), traced) for x in traced.captured]
-        self._inputs += [_Value(_Argument(k), place(x)) for k, x in enumerate(tensors)]
+        self._inputs += [Value(Argument(k), place(x)) for k, x in enumerate(tensors)]
         self._direct = [each.closed_over() for each in self._inputs]
+        self._places_of_counted = [self._inputs.index(each) for each in self._counted]
         self._leaves = list(map(self._target, traced.pulled))
         del self._places
         inputs = list(map(place, (*traced.captured, *tensors)))
-        kept = [place(x) for x in (*traced.written, *traced.graded)]
+        vectors = (each.vector for each in traced.counted)
+        kept = [place(x) for x in (*traced.written, *vectors, *traced.graded)]
         grid = grid_of(devices, [*inputs, *kept, *wishes(traced.graph).values()])
         if grid is None:
             raise Untraceable(
@@ -246,20 +180,19 @@ class Program:
         self, x: torch.Tensor, seed: torch.Tensor, layout: Layout, traced: WholeTrace
     ) -> Any:
         if x is seed:
-            return _Kept(Drawn(x, layout))
-        for numbers in self._numbers:
-            if x is numbers.vector:
-                return _Numbers(numbers, layout)
+            return Kept(Drawn(x, layout))
+        if id(x) in self._numbers:
+            return self._numbers[id(x)]
         if id(x) in traced.grad_of:
-            return _Value(_GradientOf(self._target(traced.grad_of[id(x)])), layout)
+            return Value(GradientOf(self._target(traced.grad_of[id(x)])), layout)
         is_sharded = type(x) is ShardedTensor
-        return _Value(_Same(x), layout) if is_sharded else _Kept(Captured(x, layout))
+        return Value(ClosedOver(x), layout) if is_sharded else Kept(Captured(x, layout))
 
     def _find_targets(self, traced: WholeTrace, tensors: Sequence[torch.Tensor]) -> None:
         self._places = {id(x): k for k, x in enumerate(tensors)}
         target, grad_of = self._target, traced.grad_of
-        self._written: list[_Target] = [
-            _GradientOf(target(grad_of[id(x)])) if id(x) in grad_of else target(x)
+        self._written: list[Place] = [
+            GradientOf(target(grad_of[id(x)])) if id(x) in grad_of else target(x)
             for x in traced.written
         ]
         self._graded = list(map(target, traced.graded))
@@ -267,19 +200,18 @@ class Program:
         self._asked = [
             (target(x), _layout_of_gradient(x) if had else None) for x, had in traced.asked
         ]
-        numbers = {id(each.vector) for each in self._numbers}
-        self._closed = [x for x in traced.met if id(x) not in grad_of and id(x) not in numbers]
+        self._closed = [x for x in traced.met if id(x) not in grad_of]
         self._kinds = _kinds(self._closed)
         self._hooked = [(target(x), _hooks(x)) for x in traced.leaves]
         written = [x for x in traced.written if id(x) not in self._places]
         self._own = {id(x): x for x in (*self._closed, *written)}
         self._alike = self._pattern(tensors)
         self._writes = bool(self._written or self._graded)
-        changed = [x.leaf if isinstance(x, _GradientOf) else x for x in self._written]
+        changed = [x.leaf if isinstance(x, GradientOf) else x for x in self._written]
         changed += self._graded
         self._changed = (
-            {x.place for x in changed if isinstance(x, _Argument)},
-            {id(x.tensor) for x in changed if isinstance(x, _Same)},
+            {x.place for x in changed if isinstance(x, Argument)},
+            {id(x.tensor) for x in changed if isinstance(x, ClosedOver)},
         )
         """Places of arguments, and ids of what it closes over."""
         writes_plain = any(type(x) is not ShardedTensor for x in traced.written)
@@ -287,9 +219,9 @@ class Program:
         self._plain = plain if writes_plain else None
         """Tensors of this process that it closes over, if it writes to such."""
 
-    def _target(self, x: torch.Tensor) -> _Argument | _Same:
+    def _target(self, x: torch.Tensor) -> Argument | ClosedOver:
         place = self._places.get(id(x))
-        return _Same(x) if place is None else _Argument(place)
+        return ClosedOver(x) if place is None else Argument(place)
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all is as it was when the function was traced, but for values."""
@@ -303,7 +235,7 @@ class Program:
         for target, hooks in self._hooked:
             if _hooks(target.of(tensors)) != hooks:
                 return False
-        return all(numbers.hold() for numbers in self._numbers)
+        return all(each.numbers.hold() for each in self._numbers.values())
 
     def _pattern(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         """Which arguments are another argument, or are closed over: the graph names a gradient by
@@ -366,15 +298,19 @@ class Program:
             for each in alone:
                 each._handle = None
 
+        numbers_before = [held[place] for place in self._places_of_counted]
         handles = plan.run(held, None, give_up)
         num, outputs = self._num_results, plan.outputs
-        first, end = num + len(targets), len(outputs)
+        counted, end = num + len(targets), len(outputs)
+        first = counted + len(numbers_before)
         grads = make_all(outputs[first:], handles[first:end])
         for leaf, grad in zip(graded, grads, strict=True):
             leaf.grad = grad
-        for numbers in self._numbers:
-            numbers.advance()
-        _write_all(targets, outputs[num:first], handles[num:first])
+        for each in self._numbers.values():
+            each.numbers.advance()
+        for each, *made in zip(self._counted, numbers_before, handles[counted:first], strict=True):
+            each.follow(*made)
+        _write_all(targets, outputs[num:counted], handles[num:counted])
         return make_all(outputs[:num], handles[:num]), handles[end:]
 
     def _returned(self, results: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -383,7 +319,7 @@ class Program:
             next(rest)
             if value is _RESULT
             else value.of(tensors)
-            if isinstance(value, _Argument | _Same | _Copied)
+            if isinstance(value, Argument | ClosedOver | Copied)
             else value
             for value in self._values
         ]

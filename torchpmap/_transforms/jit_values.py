@@ -1,0 +1,129 @@
+"""Where the values of a jitted call come from, and where its effects go.
+
+A ``Place`` is a tensor of the caller's.  An input of the program is a ``Value`` (what such a tensor
+holds on the devices), ``Kept`` (a tensor of this process), or ``StepNumbers``.
+"""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from torchpmap._layout.layout import Layout
+from torchpmap._plan.plan import Captured
+from torchpmap._runtime.base import Handle
+from torchpmap._sharded.device_put import handle_of
+from torchpmap._trace.optimizers import Numbers
+
+
+class Argument(NamedTuple):
+    """A tensor that the function was given."""
+
+    place: int
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return tensors[self.place]
+
+
+class ClosedOver(NamedTuple):
+    """A tensor that the function closes over."""
+
+    tensor: torch.Tensor
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return self.tensor
+
+
+class GradientOf(NamedTuple):
+    """The gradient of another."""
+
+    leaf: Argument | ClosedOver
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return self.leaf.of(tensors).grad
+
+
+Place = Argument | ClosedOver | GradientOf
+
+
+class Copied(NamedTuple):
+    """A result that the caller may change."""
+
+    value: Any
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return copy.copy(self.value)
+
+
+class Value(NamedTuple):
+    """A tensor on the devices, as an input.  It keeps no blocks: these may be donated."""
+
+    place: Place
+    layout: Layout
+
+    def closed_over(self) -> Any:
+        """The tensor, if it is the same in each call, and lies as it did in the first."""
+        return self.place.tensor if isinstance(self.place, ClosedOver) else None
+
+    def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
+        return handle_of(self.place.of(tensors), self.layout)
+
+
+class Kept(NamedTuple):
+    """A tensor of this process, or the key of random numbers, as an input."""
+
+    captured: Captured
+
+    def closed_over(self) -> None:
+        return None
+
+    def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
+        return self.captured.handle()
+
+
+class StepNumbers:
+    """The rates and counters of an optimizer, as an input.
+
+    A call leaves those of the next one on the devices.  They are sent only where these differ from
+    what the optimizer has: in the first call, and when a schedule has changed a rate.
+    """
+
+    def __init__(self, numbers: Numbers, layout: Layout) -> None:
+        self.numbers = numbers
+        self._layout = layout
+        self._held: tuple[bytes, Handle] | None = None
+        """Values, and where the devices have them."""
+
+    def closed_over(self) -> None:
+        return None
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Self:
+        return self
+
+    def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
+        values, held = self.numbers.read(), self._held
+        if held is None or held[0] != values.tobytes() or _is_lost(held[1]):
+            sent = torch.tensor(values, dtype=torch.float64)
+            self._held = held = values.tobytes(), handle_of(sent, self._layout)
+        return held[1]
+
+    def follow(self, before: Handle, after: Handle) -> None:
+        """Hear that a call has made the values ``after`` from those ``before``."""
+        held = self._held
+        if held is not None and held[1] is before:  # else another thread has begun a call
+            self._held = self.numbers.after(array("d", held[0])).tobytes(), after
+
+
+def _is_lost(handle: Handle) -> bool:
+    """Whether a call that should have made it has failed, or the worker that had it."""
+    runtime = handle.team.runtime
+    if runtime.scarred:
+        try:
+            runtime.check(handle)
+        except Exception:  # the caller's values tell, if they are lost too
+            return True
+    return False
