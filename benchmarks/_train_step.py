@@ -1,9 +1,10 @@
 """One process of ``train_step.py``: a rank of a contender, which runs steps on request.
 
-``python _train_step.py CONTENDER``; torch's launcher starts ``torchrun`` and the two ``ddp`` once
-per rank.
+``python _train_step.py CONTENDER``; torch's launcher starts ``torchrun``, the two ``ddp`` and
+``fsdp2`` once per rank.
 It connects to the address in ``TRAIN_STEP_ADDRESS`` and then waits, without using a core, for the
-name of a model or for a number of steps; it answers with the seconds and the loss of the last step.
+name of a model or for a number of steps; it answers with the seconds, the seconds that this thread
+has computed, and the loss of the last step.
 """
 
 from __future__ import annotations
@@ -139,13 +140,16 @@ def replicated(name: str) -> Steps:
     return steps
 
 
-def jitted(name: str) -> Steps:
-    """The same loop, whose step ``tp.jit`` makes one program."""
+def jitted(name: str, is_cut: bool = False) -> Steps:
+    """The same loop, whose step ``tp.jit`` makes one program; ``is_cut``: fully sharded."""
     import torchpmap as tp
 
     tp.init(RANKS)
     model, batches = make(name)
-    model = tp.replicate(model)
+    if is_cut:
+        model = tp.shard_module(model, {"weight": tp.P("d")}, tp.make_mesh((RANKS,), ("d",)))
+    else:
+        model = tp.replicate(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     @tp.jit(fullgraph=True)
@@ -175,10 +179,16 @@ def distributed_data_parallel(name: str, is_compiled: bool = True) -> Steps:
     parallel = nn.parallel.DistributedDataParallel(objective, gradient_as_bucket_view=True)
     model = torch.compile(parallel) if is_compiled else parallel
     optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-3, fused=True)
+    return torch_steps(model, optimizer, batches)
+
+
+def torch_steps(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Batch]) -> Steps:
+    """Steps of a rank of torch's own, with its rows of each batch."""
+    rank = torch.distributed.get_rank()
 
     def steps(count: int) -> float:
-        for x, y in itertools.islice(batches, count):
-            x, y = (part.chunk(RANKS)[dist.get_rank()] for part in (x, y))
+        for batch in itertools.islice(batches, count):
+            x, y = (part.chunk(RANKS)[rank] for part in batch)
             loss = model(x, y)
             loss.backward()
             optimizer.step()
@@ -192,13 +202,40 @@ def eager_data_parallel(name: str) -> Steps:
     return distributed_data_parallel(name, is_compiled=False)
 
 
+def jitted_and_cut(name: str) -> Steps:
+    return jitted(name, is_cut=True)
+
+
+def fully_sharded_data_parallel(name: str) -> Steps:
+    """``fully_shard`` (FSDP2) of each layer or block and of the rest, compiled, with the fused
+    AdamW.
+    """
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (RANKS,))
+    objective, batches = make(name)
+    parts = objective.model.blocks if isinstance(objective.model, GPT) else objective.model
+    for part in parts:
+        if next(part.parameters(), None) is not None:
+            fully_shard(part, mesh=mesh)
+    fully_shard(objective, mesh=mesh)
+    model = torch.compile(objective)
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-3, fused=True)
+    return torch_steps(model, optimizer, batches)
+
+
 CONTENDERS = {
     "local": pmapped,
     "torchrun": pmapped,
     "jit": jitted,
+    "jit-cut": jitted_and_cut,
     "replicated": replicated,
     "ddp": distributed_data_parallel,
     "ddp-eager": eager_data_parallel,
+    "fsdp2": fully_sharded_data_parallel,
 }
 
 
@@ -214,9 +251,9 @@ def serve(contender: str, connection: Any) -> None:
             connection.send(None)
             continue
         assert steps is not None
-        start = time.perf_counter()
+        start, computed = time.perf_counter(), time.thread_time()
         loss = steps(order)
-        connection.send((time.perf_counter() - start, loss))
+        connection.send((time.perf_counter() - start, time.thread_time() - computed, loss))
 
 
 if __name__ == "__main__":
