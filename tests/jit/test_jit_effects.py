@@ -202,6 +202,86 @@ def an_optimizer_that_several_functions_step(on):
     return [weight, bias, *(optimizer.state[x]["step"] for x in (weight, bias))]
 
 
+class Doubled(torch.optim.AdamW):
+    """It counts each step twice, and calls the step of its class."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for entries in self.state.values():
+            entries["step"] += 1
+
+
+@CASES.add()
+def counters_that_part(on):
+    weights = [on.put(data(k)).requires_grad_() for k in range(3)]
+    optimizers = [torch.optim.AdamW(weights, lr=0.1), Doubled(weights, lr=0.01)]
+
+    def step(x, trained):
+        for each in optimizers:
+            each.zero_grad()
+            sum((weights[k] * x).sin().sum() for k in trained).backward()
+            each.step()
+
+    every, middle = on.jit(lambda x: step(x, range(3))), on.jit(lambda x: step(x, [1]))
+    for k, function in enumerate((every, middle, middle, every, every, middle)):
+        function(on.put(data(k)))
+    counters = [each.state[x]["step"] for each in optimizers for x in weights]
+    return [*weights, *counters]
+
+
+@CASES.add()
+def state_that_is_replaced(on):
+    weights = [on.put(data(k)).requires_grad_() for k in range(3)]
+    optimizer = torch.optim.AdamW(weights, lr=0.1)
+
+    @on.jit
+    def step(x):
+        optimizer.zero_grad()
+        sum((weight * x).sin().sum() for weight in weights).backward()
+        optimizer.step()
+
+    for k in range(8):
+        step(on.put(data(k)))
+        if k == 1:
+            optimizer.state[weights[0]] = {}
+        if k == 3:
+            optimizer.state[weights[1]]["step"].data = torch.tensor(9.0)
+        if k == 5:
+            optimizer.state[weights[1]]["step"].zero_()
+    return [*weights, *(optimizer.state[x]["step"] for x in weights)]
+
+
+@CASES.add(fullgraph=False)
+def an_optimizer_made_inside(on):
+    weight = on.put(data()).requires_grad_()
+
+    @on.jit
+    def step(x):
+        optimizer = torch.optim.AdamW([weight], lr=0.1)
+        weight.grad = None
+        (weight * x).sin().sum().backward()
+        optimizer.step()
+
+    for k in range(3):
+        step(on.put(data(k)))
+    return [weight]
+
+
+@CASES.add(fullgraph=False)
+def a_counter_that_the_function_reads(on):
+    weight = on.put(data()).requires_grad_()
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+
+    @on.jit
+    def step(x):
+        optimizer.zero_grad()
+        (weight * x).sin().sum().backward()
+        optimizer.step()
+        return x * optimizer.state[weight]["step"]
+
+    return [step(on.put(data(k))) for k in range(3)] + [weight]
+
+
 @CASES.add(3)
 def a_rate_that_the_function_reads(on):
     model = on.model()

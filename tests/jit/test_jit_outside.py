@@ -348,7 +348,7 @@ def a_step_that_returns_more(on):
     return [x for pair in found for x in pair] + list(model.parameters())
 
 
-@cases.add(num_traces=3)
+@cases.add()
 def arguments_that_share_a_value_which_is_not_written_to(on):
     model, anchor = on.model(nn.Linear(8, 8), nn.BatchNorm1d(8)), on.put(data(5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

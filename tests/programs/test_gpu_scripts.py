@@ -142,7 +142,7 @@ def test_failures_are_written_down(bare, tmp_path):
 def test_tests_of_the_cpu_are_skipped_on_gpus():
     options = ("-o", "addopts=", "-p", "no:cacheprovider", "-rs")
     command = (sys.executable, "-m", "pytest", *options, "tests/runtime/test_two_hosts.py")
-    printed = run("env", "TORCHPMAP_TEST_DEVICE=cuda", *command)
+    printed = run("env", "TORCHPMAP_TEST_DEVICE=cuda", "TORCHPMAP_TEST_ALL=1", *command)
     assert re.search(r"CPU devices only: hosts here are namespaces\n=+ \d+ skipped in", printed)
 
 

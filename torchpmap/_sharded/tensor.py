@@ -201,10 +201,10 @@ class ShardedTensor(Remote):
         layout, handle = self._layout, self._handle
         if layout is None or handle is None:
             kind = kind_of(self.shape, self.dtype)
+            by = getattr(self, "_consumed_by", "a call that was interrupted, or still runs")
             raise RuntimeError(
-                f"this ShardedTensor of type {kind} has been deleted by "
-                f"{self._consumed_by}; its memory on the devices is gone. Use the result of that "
-                "call, or do not donate the argument."
+                f"this ShardedTensor of type {kind} has been deleted by {by}; its memory on the "
+                "devices is gone. Use the result of that call, or do not donate the argument."
             )
         return layout, handle
 

@@ -14,14 +14,17 @@ same graph.
 
 from __future__ import annotations
 
+import functools
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.fx import Node
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -29,6 +32,7 @@ from torch.optim.optimizer import (
 )
 
 from torchpmap._base.optimizers import TensorNumbers, state_maker
+from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
     FakeTensor,
@@ -44,6 +48,11 @@ _OPTIONS = ("capturable", "foreach", "fused")
 """They choose between ways to compute the same; the graph is of one way."""
 
 
+_aten = torch.ops.aten
+_ADDITIONS = (_aten.add.Tensor, _aten.add_.Tensor)
+_COPIES = (_aten.alias.default, _aten.clone.default, _aten.detach.default)
+
+
 class NotYet(Untraceable):
     """This call cannot be traced, but a later one may."""
 
@@ -56,17 +65,21 @@ class Numbers:
         self._rates = [k for k, group in enumerate(self._groups) if type(group.get("lr")) is float]
         entries = list(optimizer.state.values())
         self.counters = [x["step"] for x in entries if isinstance(x.get("step"), torch.Tensor)]
-        self._are_alike = len({float(counter) for counter in self.counters}) <= 1
-        self._steps: dict[int, int] = {}
-        """Place of a counter -> how often a call of the function counts."""
-        count = min(1, len(self.counters)) if self._are_alike else len(self.counters)
-        self.vector = torch.zeros(len(self._rates) + count, dtype=torch.float64)
-        """Stands for the numbers of a call."""
-        self._count = count
+        if len(set(map(id, self.counters))) < len(self.counters):
+            raise Untraceable("parameters share one counter", users_line(), "one for each")
         self._memory = [counter.numpy() for counter in self.counters]
         """The same numbers; an operation of torch takes five times as long."""
-        self._ends = [(x, x.data_ptr()) for x in (*self.counters[:1], *self.counters[-1:])]
-        """The first and the last counter, and where they lie: ``x.data = ...`` may change that."""
+        self._places = [counter.data_ptr() for counter in self.counters]
+        """Where they lie: ``x.data = ...`` and ``x.share_memory_()`` change that."""
+        self._are_alike = self._are_equal()
+        """Whether the vector has one counter for all."""
+        self._num_sent = min(1, len(self.counters)) if self._are_alike else len(self.counters)
+        self._steps: dict[int, float] = {}
+        """Place of a counter -> by how much a call of the function advances it."""
+        self._step: float = 0
+        """The same for all counters; 0 if they differ, and so must be sent in each call."""
+        self.vector = torch.zeros(len(self._rates) + self._num_sent, dtype=torch.float64)
+        """Stands for the numbers of a call."""
         self._watched = Watched()
         self._watch(optimizer)
 
@@ -75,7 +88,7 @@ class Numbers:
         self._watched.add_dict(optimizer, optimizer.__dict__, place.origin)
         for name in ("param_groups", "state"):
             self._watched.add_name(optimizer.__dict__, name, place)
-        self._watched.add_size(optimizer.state, place)
+        self._watched.add_view(optimizer.state.values(), place)
         self._watched.add_view(self._groups, place)
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             self._watched.add_view(getattr(optimizer, name).values(), place)
@@ -88,36 +101,36 @@ class Numbers:
             self._watched.add_view(entries.values(), place)
         self._watched.seal()
 
+    def _are_equal(self) -> bool:
+        return len({float(counter) for counter in self._memory}) <= 1
+
     def hold(self) -> bool:
         """Whether only numbers have changed."""
-        groups, memory = self._groups, self._memory
+        groups = self._groups
         return (
             self._watched.same()
             and all(type(groups[k]["lr"]) is float for k in self._rates)
-            and all(counter.data_ptr() == place for counter, place in self._ends)
-            and (not self._are_alike or len(memory) < 2 or bool(memory[0] == memory[-1]))
+            and list(map(torch.Tensor.data_ptr, self.counters)) == self._places
+            and (not self._are_alike or self._are_equal())
         )
 
     def read(self) -> array[float]:
         """The values of the vector in this call."""
         rates = [self._groups[k]["lr"] for k in self._rates]
-        return array("d", [*rates, *(float(each) for each in self._memory[: self._count])])
+        return array("d", [*rates, *map(float, self._memory[: self._num_sent])])
 
-    def count(self) -> None:
-        """In the trace, write to the vector what it is in the next call; else it is sent."""
-        if self.steps:
-            self.vector[len(self._rates) :].add_(self.steps)
+    def write_next(self) -> None:
+        """At the end of a trace, let the graph make the vector of the next call, if it can."""
+        steps = set(self._steps.values())
+        if len(steps) == 1 and len(self._steps) == len(self.counters):
+            (self._step,) = steps
+            with torch.no_grad():
+                self.vector[len(self._rates) :].add_(self._step)
 
     def after(self, values: array[float]) -> array[float]:
-        """The vector after a call that began with ``values``."""
-        rates = len(self._rates)
-        return array("d", [*values[:rates], *(each + self.steps for each in values[rates:])])
-
-    @property
-    def steps(self) -> int:
-        """By how much a call advances every counter; 0 if it is not the same for all."""
-        alike = set(self._steps.values())
-        return alike.pop() if len(alike) == 1 and len(self._steps) == len(self.counters) else 0
+        """What the graph makes of a vector."""
+        num_rates, step = len(self._rates), self._step
+        return array("d", [*values[:num_rates], *(each + step for each in values[num_rates:])])
 
     def rates(self) -> dict[int, torch.Tensor]:
         """For groups, their rates in the trace."""
@@ -127,9 +140,9 @@ class Numbers:
         """The counter at a place, in the trace."""
         return self.vector[len(self._rates) + (0 if self._are_alike else place)].clone()
 
-    def note_step(self, counter: torch.Tensor) -> None:
+    def note_step(self, counter: torch.Tensor, by: float) -> None:
         place = next(k for k, each in enumerate(self.counters) if each is counter)
-        self._steps[place] = self._steps.get(place, 0) + 1
+        self._steps[place] = self._steps.get(place, 0) + by
 
     def advance(self) -> None:
         """Count the steps of a call."""
@@ -151,7 +164,8 @@ class Optimizers:
         self._counters: dict[int, torch.Tensor] = {}
         """By the id of a real counter, its value in the trace."""
         self._rates: dict[tuple[int, int], torch.Tensor] = {}
-        self._stepping: dict[int, ExitStack] = {}
+        self._stepping: list[tuple[Optimizer, ExitStack]] = []
+        """The innermost last: the ``step`` of a subclass may call that of its class."""
 
     @property
     def numbers(self) -> list[Numbers]:
@@ -161,19 +175,23 @@ class Optimizers:
     def watched(self) -> Iterator[None]:
         """A block in which steps work on unknown values."""
         with ExitStack() as stack:
+            _made.pop(self._thread, None)
+            stack.enter_context(_makers)
             stack.callback(register_optimizer_step_pre_hook(self._before).remove)
             stack.callback(register_optimizer_step_post_hook(self._after).remove)
             try:
                 yield
             finally:  # a step may have raised
-                for each in self._stepping.values():
+                for _, each in reversed(self._stepping):
                     each.close()
 
-    def finish(self) -> None:
-        """Count the steps; raise if the function itself changes what is an input."""
-        with torch.no_grad():
-            for numbers in self.numbers:
-                numbers.count()
+    def check(self) -> None:
+        """Raise if the function itself changes what is an input."""
+        for optimizer, numbers, _ in self._known.values():
+            name = type(optimizer).__name__
+            if any(id(counter) in self._capture.stand_ins for counter in numbers.counters):
+                reason = f"it reads a counter of {name}, which each call advances"
+                raise Untraceable(reason, users_line(), "a counter of your own")
         stepped = [(optimizer, before) for optimizer, _, before in self._known.values()]
         for optimizer, before in (*self._before_all, *stepped):
             if _rates(optimizer) != before:
@@ -186,6 +204,9 @@ class Optimizers:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
+        if optimizer in _made.get(self._thread, ()):
+            name = type(optimizer).__name__
+            raise Untraceable(f"it makes the {name} that steps", users_line(), "one made outside")
         with torch_function_off(), outside_modes(), torch.no_grad():
             _make_state(optimizer, self._capture)
         if id(optimizer) not in self._known:
@@ -197,7 +218,8 @@ class Optimizers:
             for place, counter in enumerate(numbers.counters):
                 self._counters[id(counter)] = numbers.counter(place)
         numbers = self._known[id(optimizer)][1]
-        self._stepping[id(optimizer)] = stack = ExitStack()
+        stack = ExitStack()
+        self._stepping.append((optimizer, stack))
         for k, group in enumerate(optimizer.param_groups):
             stack.callback(group.update, {x: group[x] for x in ("lr", *_OPTIONS) if x in group})
             group.update({x: x == "capturable" for x in _OPTIONS if x in group})
@@ -216,19 +238,41 @@ class Optimizers:
 
         def put_back() -> None:
             now = entries["step"]
-            if now is not begin or now._version:
-                numbers.note_step(counter)
             self._counters[id(counter)] = now
             entries["step"] = counter
+            if now is not begin or now._version:
+                numbers.note_step(counter, self._advance(now, begin_node))
 
         # in double precision: 1 - 0.999**step has four digits in the dtype of counters
         begin = entries["step"] = traced.clone()
+        begin_node = self._capture.node_of(begin)
         stack.callback(put_back)
+
+    def _advance(self, now: torch.Tensor, begin: Node | None) -> float:
+        """By how much a step has advanced a counter."""
+        node, total = self._capture.node_of(now), 0.0
+        while node is not begin and node is not None:
+            more: Any = node.args[1] if node.target in _ADDITIONS else None
+            if isinstance(more, int | float) and not node.kwargs:
+                total += more
+            elif node.target not in _COPIES:
+                raise Untraceable(
+                    "its optimizer does more to a counter than add a number",
+                    users_line(),
+                    "state['step'] += 1",
+                )
+            (node,) = node.all_input_nodes
+        return total
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
-        self._stepping.pop(id(optimizer)).close()
+        each: Any = None
+        while each is not optimizer:  # a step inside may have raised
+            each, stack = self._stepping.pop()
+            stack.close()
+        if any(each is optimizer for each, _ in self._stepping):
+            return
         made = [
             (entries, name)
             for entries in optimizer.state.values()
@@ -243,6 +287,22 @@ class Optimizers:
                 users_line(),
                 "the same call again",
             )
+
+
+_made: dict[int, WeakSet[Optimizer]] = {}
+"""Optimizers that are made while a function is traced, by thread."""
+
+
+def _noting(own: Any) -> Any:
+    @functools.wraps(own)
+    def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+        _made.setdefault(threading.get_ident(), WeakSet()).add(self)
+
+    return init
+
+
+_makers = Replaced([Replacement(Optimizer, "__init__", _noting)])
 
 
 def _rates(optimizer: Optimizer) -> list[Any]:

@@ -120,7 +120,9 @@ def trace_whole(
                 returned, results = fun(given)
             results = [capture.substitute(x) for x in results]
             capture.check()
-            optimizers.finish()
+            optimizers.check()
+            for numbers in optimizers.numbers:
+                numbers.write_next()
             states = [*capture.captured, *arguments]
             stand_ins = [capture.stand_ins[id(x)] for x in capture.captured]
             leaves = list(capture.leaves.values())

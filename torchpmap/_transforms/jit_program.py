@@ -274,6 +274,8 @@ class Program:
             each.handle(tensors) if same is None else same._handle
             for same, each in zip(self._direct, self._inputs, strict=True)
         ]
+        if None in held:  # deleted, which this says
+            held = [each.handle(tensors) for each in self._inputs]
         if self._derivable is None or torch.is_inference_mode_enabled():
             results = list(self._start(tensors, self.plan, held)[0])
         else:

@@ -7,15 +7,17 @@ holds on the devices), ``Kept`` (a tensor of this process), or ``StepNumbers``.
 from __future__ import annotations
 
 import copy
+import weakref
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.plan import Captured
 from torchpmap._runtime.base import Handle
+from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._trace.optimizers import Numbers
 
@@ -97,33 +99,37 @@ class StepNumbers:
         self._layout = layout
         self._held: tuple[bytes, Handle] | None = None
         """Values, and where the devices have them."""
+        _holders.add(self)
 
     def closed_over(self) -> None:
         return None
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> Self:
-        return self
-
     def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
-        values, held = self.numbers.read(), self._held
-        if held is None or held[0] != values.tobytes() or _is_lost(held[1]):
-            sent = torch.tensor(values, dtype=torch.float64)
-            self._held = held = values.tobytes(), handle_of(sent, self._layout)
+        if current_runtime().scarred:
+            for each in tuple(_holders):  # one that is called no more must hold nothing either
+                each.forget_lost()
+        values, held = self.numbers.read().tobytes(), self._held
+        if held is None or held[0] != values:
+            sent = torch.frombuffer(bytearray(values), dtype=torch.float64)
+            self._held = held = values, handle_of(sent, self._layout)
         return held[1]
 
     def follow(self, before: Handle, after: Handle) -> None:
-        """Hear that a call has made the values ``after`` from those ``before``."""
+        """Hear that a call has made the values ``after`` from those ``before``.
+
+        If another thread has begun a call meanwhile, nothing is known, and they are sent again.
+        """
         held = self._held
-        if held is not None and held[1] is before:  # else another thread has begun a call
+        if held is not None and held[1] is before:
             self._held = self.numbers.after(array("d", held[0])).tobytes(), after
 
+    def forget_lost(self) -> None:
+        """Drop what a call that has failed should have made, or a worker that has died had."""
+        if self._held is not None:
+            try:
+                self._held[1].team.runtime.check(self._held[1])
+            except Exception:  # it says what has failed, which the caller's own values tell too
+                self._held = None
 
-def _is_lost(handle: Handle) -> bool:
-    """Whether a call that should have made it has failed, or the worker that had it."""
-    runtime = handle.team.runtime
-    if runtime.scarred:
-        try:
-            runtime.check(handle)
-        except Exception:  # the caller's values tell, if they are lost too
-            return True
-    return False
+
+_holders: weakref.WeakSet[StepNumbers] = weakref.WeakSet()
