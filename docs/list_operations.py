@@ -167,9 +167,8 @@ INTRODUCTION = (
     "lie, so that devices exchange them (`step.lower(x, y).resharded` names the lines)."
 )
 REASONS = (
-    "`_unsafe_view` is that of torch's `nn.MultiheadAttention`, which puts tokens before rows; "
-    "attention that keeps rows first sends nothing. `index` picks the last token of each row. "
-    "`as_strided` belongs to the pooling of pictures that are stored channels last."
+    "`index` picks the last token of each row. `as_strided` belongs to the pooling of pictures "
+    "that are stored channels last."
 )
 EQUAL = (
     "These met only values that are equal on all devices, and every device computes them for "

@@ -28,6 +28,7 @@ import torchpmap as tp
 
 ORDER = torch.tensor([2, 0, 3, 1])
 WEIGHTS = torch.tensor([0.5, -1.0, 2.0, 0.25], dtype=torch.float64)
+MATRIX = WEIGHTS * WEIGHTS.flip(0).add(0.1)[:, None] + torch.eye(4, dtype=torch.float64)
 
 
 def in_place(change: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
@@ -73,6 +74,8 @@ UNARY: dict[str, Callable[[Any, int], Any]] = {
     "split": lambda x, d: torch.cat(x.split(1, d)[::-1], d),
     "reshape": lambda x, d: x.reshape(2, -1).tanh().reshape(x.shape),
     "flatten": lambda x, d: (x.flatten() * 2).view(x.shape),
+    "linear": lambda x, d: F.linear(x, MATRIX, WEIGHTS),
+    "rows": lambda x, d: (x.flatten(0, -2) @ MATRIX).relu().mul(WEIGHTS).view(x.shape),
     "tril": lambda x, d: x.tril() + 1,
     "weights": lambda x, d: x * WEIGHTS.view(-1, *[1] * (x.ndim - 1 - d)),
     "expand": lambda x, d: x.select(d, 1).unsqueeze(d).expand(x.shape) + x,

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _support import EAGER
+from torch import nn
 
 import torchpmap as tp
 from torchpmap import P
@@ -76,3 +77,90 @@ def test_rows_and_channels_stay_where_they_are(name):
     assert not step.lower(*there).resharded
     for mine, right in zip(step(*there), expected, strict=True):
         torch.testing.assert_close(mine.cpu(), right, atol=1e-12, rtol=0)
+
+
+TOKENS_FIRST = {
+    "attention": lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+    "encoder": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+}
+"""Modules that put tokens before rows, and then flatten both."""
+
+
+@pytest.mark.parametrize("spec", [P("x"), P("x", "y"), P()], ids=str)
+@pytest.mark.parametrize("name", TOKENS_FIRST)
+def test_rows_that_are_flattened_after_tokens_stay_where_they_are(name, spec):
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(8, 6, 8, generator=generator, dtype=torch.float64)
+
+    def trained(put, jit):
+        torch.manual_seed(1)
+        model = put(TOKENS_FIRST[name]().double())
+
+        def f(x):
+            model.zero_grad()
+            y = model(x, x, x, need_weights=False)[0] if name == "attention" else model(x)
+            loss = y.sin().mean()
+            loss.backward()
+            return loss.detach()
+
+        f = jit(f)
+        return f, model
+
+    plain, right = trained(lambda model: model, lambda f: f)
+    mesh = tp.make_mesh((2, 2), ("x", "y"))
+    step, mine = trained(tp.replicate, lambda f: tp.jit(f, compile=EAGER, fullgraph=True))
+    x = tp.device_put(data, tp.NamedSharding(mesh, spec))
+    torch.testing.assert_close(step(x).cpu(), plain(data), atol=1e-12, rtol=0)
+    for a, b in zip(mine.parameters(), right.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.cpu(), b.grad, atol=1e-12, rtol=0)
+    if spec == P("x"):
+        assert not step.lower(x).resharded
+
+
+W, V = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+MASK = torch.arange(24.0, dtype=torch.float64)[:, None]
+FLATTENED = {
+    # of [4, 6, 6], cut along the second dim: [24, 6]
+    "products": lambda x: (x.view(24, 6) @ W).relu().mul(2).add(V[0]).matmul(V).view(4, 6, 6),
+    "with a bias": lambda x: torch.addmm(V[0], x.view(24, 6), W).view(4, 6, 2, 3),
+    "second": lambda x: (W @ x.view(24, 6).t()).t().view(4, 6, 6),
+    "sums": lambda x: [(lambda y: [y.t() @ y, y.sum(0), y.sum(0, keepdim=True)])(x.view(24, 6))],
+    "the rest too": lambda x: (x.view(4, 6, 2, 3).flatten(2).flatten(0, 1) @ W).view(4, 6, 6),
+    "the order matters": lambda x: [
+        *(lambda y: [y.cumsum(0), y[3:9], y.flip(0), y.softmax(1), y, y.t()])(x.view(24, 6) @ W),
+        (x.view(24, 6) @ W * MASK).view(4, 6, 6),
+        torch.addmm(MASK, x.view(24, 6), W).view(4, 6, 6),
+        torch.addmm(MASK[:, 0], W, x.view(24, 6).t()).t().view(4, 6, 6),
+        (x.view(24, 6) @ W).view(6, 4, 6),
+        (x.view(24, 6) @ W).view(8, 3, 6),
+        x.view(24, 6).t() @ x.transpose(0, 1).reshape(24, 6),
+        x.view(24, 6) @ W + x.transpose(0, 1).reshape(24, 6),
+        (x.view(24, 6) @ W).sum(),
+        (x.view(24, 6) @ W).sum(None),
+        torch.sum(x.view(24, 6), dim=None),
+        torch.frexp(x.detach().view(24, 6))[0].view(4, 6, 6) * x,
+        (x.sum(2).view(24).t() * 2).t().view(4, 6),
+        x[:1].view(6, 6).t() @ x[0],
+    ],
+}
+
+
+@pytest.mark.parametrize("spec", [P(None, "x"), P("y", "x"), P("x", None, "y")])
+@pytest.mark.parametrize("name", FLATTENED)
+def test_rows_may_be_in_any_order_where_it_does_not_matter(name, spec):
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(4, 6, 6, generator=generator, dtype=torch.float64)
+    mesh = tp.make_mesh((2, 2), ("x", "y"))
+
+    def f(x):
+        x = x.detach().requires_grad_()
+        results = torch.utils._pytree.tree_leaves(FLATTENED[name](x))
+        sum(y.sin().sum() for y in results).backward()
+        return [*(y.detach() for y in results), x.grad]
+
+    x = tp.device_put(data, tp.NamedSharding(mesh, spec))
+    g = tp.jit(f, compile=EAGER, fullgraph=True)
+    for mine, right in zip(g(x), f(data), strict=True):
+        torch.testing.assert_close(mine.cpu(), right, atol=1e-11, rtol=1e-12)
+    if name not in ("sums", "the order matters") and spec == P(None, "x"):
+        assert not g.lower(x).resharded

@@ -17,7 +17,8 @@ from torchpmap._base.torch_internals import FakeTensorMode
 from torchpmap._layout.common_grid import common_grid
 from torchpmap._runtime.defining import define
 from torchpmap._sharded.spmd import Emitter
-from torchpmap._sharded.spread import Spread, Value
+from torchpmap._sharded.spread import Spread
+from torchpmap._sharded.summands import Value
 from torchpmap._sharded.tensor import make_sharded
 
 pytestmark = pytest.mark.usefixtures("pool")

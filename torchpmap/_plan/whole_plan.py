@@ -27,7 +27,8 @@ from torchpmap._plan.lower import Body, Target, lower, lower_pair
 from torchpmap._plan.plan import Plan
 from torchpmap._sharded.constraints import wishes
 from torchpmap._sharded.spmd import Emitter
-from torchpmap._sharded.spread import Reshard, Spread, Value
+from torchpmap._sharded.spread import Spread
+from torchpmap._sharded.summands import Reshard, Value
 from torchpmap._trace.program import Outcome
 
 

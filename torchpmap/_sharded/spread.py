@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,17 +19,26 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import tree_flatten
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._layout.grid import Cut, trimmed
 from torchpmap._sharded.arguments import Slot, Unsupported, facts_of, plain
 from torchpmap._sharded.blocks import added_and_cut, added_up, in_columns
 from torchpmap._sharded.choice import chosen
+from torchpmap._sharded.joined import (
+    VIEWS,
+    Joined,
+    comes_apart,
+    followed,
+    in_order,
+    is_taken_apart,
+    joined_by,
+)
 from torchpmap._sharded.on_blocks import OnBlocks, described
-from torchpmap._sharded.rules.signature import Call
+from torchpmap._sharded.rules.signature import Call, Placement
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._sharded.spmd import WITHOUT_STRIDES, Emitter
+from torchpmap._sharded.summands import OF_SHAPES, Reshard, Value, carried
 from torchpmap._sharded.trial import Trial, meta
 from torchpmap._sharded.unforeseen import name_of
 from torchpmap._trace.graphs import placeholders, results_of
@@ -41,65 +49,12 @@ _aten = torch.ops.aten
 BUCKET_BYTES = 25 * 2**20
 """Sums that are so large together wait no longer: whole gradients would fill the memory."""
 
-_LINEAR = frozenset(
-    [
-        *("_reshape_alias", "_unsafe_view", "alias", "clone", "detach", "mean", "neg"),
-        *("permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "sum"),
-        *("t", "transpose", "unbind", "unsqueeze", "view"),
-    ]
-)
-"""Linear in their one tensor, and their results have no more elements than it."""
-_OF_SHAPES = frozenset(
-    [
-        *("empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like"),
-        "zeros_like",
-    ]
-)
-"""They ask for the shape and dtype of a tensor only, which need not be added up."""
-
-
 _OF_MEMORY = frozenset(["_linalg_det", "_linalg_slogdet"])
 """What torch does in the backward pass depends on whether their matrix was contiguous."""
 
 
 class NotOnBlocks(Exception):  # a verdict: the front end decides what it means
     """The graph cannot be written for devices."""
-
-
-@dataclass(frozen=True, eq=False)
-class Value:
-    """A value of the whole graph, as a device has it."""
-
-    block: Node
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    cut: Cut = ()
-    over: tuple[int, ...] = ()
-    """Dims of the grid along which the blocks are still to be added up."""
-    is_weight: bool = False
-    """A captured tensor, or a view of one, which is gathered where data is cut alike."""
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Reshard:
-    """An operand that an operation could not take as it lay."""
-
-    operation: str
-    place: str
-    """The user's line."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    cut: Cut
-    wanted: Cut
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole operand."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class _Waits(Exception):  # not an error: the sweep goes on with other nodes
@@ -216,6 +171,7 @@ class Spread:
             self._add_up(sums)
 
     def _result(self, node: Node, wanted: Cut | None) -> Value:
+        self._bring_back([node])
         value: Value = self._values[node]
         cut = value.cut if wanted is None else wanted
         return replace(value, block=self._moved_to(node, cut), cut=cut)
@@ -271,12 +227,17 @@ class Spread:
                 raise NotOnBlocks("it takes elements by their places in memory (as_strided)")
         if node in self.wishes:
             return self._constrained(node.args[0], self.wishes[node])
+        if node.target in VIEWS:
+            viewed = self._viewed(node, self._values[node.all_input_nodes[0]])
+            if viewed is not None:
+                return viewed
         if isinstance(node.target, OpOverload) and _tensors(node.meta.get("val")):
             with contextlib.suppress(Unsupported):
                 return self._operation(node, node.target)
         return self._on_whole(node)
 
     def _constrained(self, source: Any, wanted: Cut) -> Value:
+        self._bring_back([source])
         value: Value = self._values[source]
         if value.over:
             raise _Waits([(source, wanted)])
@@ -285,6 +246,7 @@ class Spread:
     def _on_whole(self, node: Node) -> Any:
         """Something that no rule is for: every device does it with whole operands."""
         self._wait_for(node.all_input_nodes)
+        self._bring_back(node.all_input_nodes)
         given = {source: self._brought(node, source, ()) for source in node.all_input_nodes}
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
         target: Any = node.target
@@ -314,22 +276,21 @@ class Spread:
         kept = {name: named[name] for name in ("memory_format",) if name in named}
         func, arguments = plain(func, {name: slot(value) for name, value in named.items()})
         arguments |= kept  # a view may rely on it
-        if name_of(func) in _OF_SHAPES:  # parts of a sum may have another dtype
+        if name_of(func) in OF_SHAPES:  # parts of a sum may have another dtype
             arguments["dtype"] = node.meta["val"].dtype
         values: list[Value] = [self._values[source] for source in sources]
+        joined = {s: v.joined for s, v in zip(sources, values, strict=True) if v.joined}
+        is_fine, rows = followed(node, joined) if joined else (True, None)
+        if not is_fine:
+            self._bring_back(joined)
+            return self._operation(node, node.target)
         trial = _trial_of(node, values)
-        sizes = self.emitter.grid.sizes
-
-        def call_with(cuts: Mapping[int, Cut]) -> Call:
-            return described(func, arguments, trial, cuts, sizes)
-
-        call, placement = chosen(
-            call_with({k: value.cut for k, value in enumerate(values)}),
-            call_with,
-            rule_of(func),
-            [k for k, value in enumerate(values) if value.is_weight],
-        )
-        over = _carried(call, values, trial.results)
+        call, placement = self._chosen(func, arguments, values, trial)
+        stay = all(v.cut == placement.operands[k] for k, v in enumerate(values) if v.joined)
+        if not stay or (rows and placement.results[0][rows.dim :][:1] != (rows.over,)):
+            self._bring_back(joined)
+            return self._operation(node, node.target)
+        over = carried(call, values, trial.results)
         if over is None or not set(over).isdisjoint(placement.over):
             sums = [(s, placement.operands[k]) for k, s in enumerate(sources) if values[k].over]
             if sums:
@@ -345,13 +306,64 @@ class Spread:
             blocks[0] = self.emitter.call(in_columns, blocks[0])
         made = self.emitter.parts(operation, blocks)
         is_weight = bool(values) and values[0].is_weight and (func.is_view or func in _COPIES)
-        return self._values_of(
+        results = self._values_of(
             node,
             [part for part, _ in made],
             placement.results,
             [(*over, *more) for _, more in made],
             is_weight,
         )
+        return replace(results, joined=rows) if rows else results
+
+    def _chosen(
+        self, func: Any, arguments: dict[str, Any], values: Sequence[Value], trial: Trial
+    ) -> tuple[Call, Placement]:
+        """A call, and where its operands and results lie."""
+
+        def call_with(cuts: Mapping[int, Cut]) -> Call:
+            return described(func, arguments, trial, cuts, self.emitter.grid.sizes)
+
+        return chosen(
+            call_with({k: value.cut for k, value in enumerate(values)}),
+            call_with,
+            rule_of(func),
+            [k for k, value in enumerate(values) if value.is_weight],
+        )
+
+    def _viewed(self, node: Node, value: Value) -> Value | None:
+        """A view that joins rows as each device has them, or takes such rows apart; else None."""
+        shape, rows = tuple(node.meta["val"].shape), value.joined
+        if rows is not None:
+            rest, cut = value.cut[1:], (*rows.cut, *value.cut[1:])
+            is_same = shape[len(rows.shape) :] == value.shape[1:] or not any(rest)
+            if not is_taken_apart(node, rows) or not is_same:
+                return None
+            rows = None
+        else:
+            rows = joined_by(node, value.shape, value.cut)
+            if rows is None or not comes_apart(node, rows, self._rows_of):
+                return None
+            cut = (rows.over, *value.cut[len(rows.shape) :])  # of the rest, if it is the same
+        block_shape = self.emitter.block_shape(shape, cut)
+        block = self.emitter.call(_aten.reshape.default, value.block, block_shape)
+        return replace(value, block=block, shape=shape, cut=trimmed(cut), joined=rows)
+
+    def _rows_of(self, node: Node, unwritten: Joined | None = None) -> Joined | None:
+        return getattr(self._values[node], "joined", None) if node in self._values else unwritten
+
+    def _bring_back(self, nodes: Iterable[Node]) -> None:
+        """Put the rows of values into their order."""
+        for node in nodes:
+            value, rows = self._values[node], self._rows_of(node)
+            if rows is not None:
+                sizes, cut = rows.apart(value.shape, value.cut)
+                count, parts = len(rows.shape), self.emitter.grid.parts(rows.over)
+                first = rows.over if rows.shape[0] % parts == 0 else cut[0]
+                wanted = (first, *((),) * (count - 1), *cut[count:])
+                reshard = Reshard(str(node.target), place_of(node), sizes, value.dtype, cut, wanted)
+                self.reshards.append(reshard)
+                block, cut = in_order(self.emitter, value.block, rows, sizes, cut, wanted)
+                self._values[node] = replace(value, block=block, cut=trimmed(cut), joined=None)
 
     def _brought(self, node: Node, source: Node, wanted: Cut) -> Node:
         value: Value = self._values[source]
@@ -408,41 +420,6 @@ def _with(cut: Cut, dim: int, over: tuple[int, ...]) -> Cut:
     entries = [*cut, *((),) * (dim + 1 - len(cut))]
     entries[dim] = over
     return trimmed(entries)
-
-
-def _carried(
-    call: Call, values: Sequence[Value], results: Sequence[torch.Tensor]
-) -> tuple[int, ...] | None:
-    """The dims along which results may stay parts of sums, as operands are; None: these sums must
-    be made first.
-    """
-    parts = [value for value in values if value.over]
-    name = name_of(call.func)
-    if not parts or name in _OF_SHAPES:
-        return ()
-    kinds = {value.dtype for value in parts} | {result.dtype for result in results}
-    if len(kinds) > 1 or not is_inexact(results[0]) or call.arguments.get("rounding_mode"):
-        return None  # a part that is rounded, or wrapped, gives another sum
-    is_each = len({value.over for value in values}) == 1
-    is_linear = (
-        (name in _LINEAR and len(values) == 1)
-        or (name == "cat" and is_each)
-        or (
-            name in ("add", "sub")
-            and is_each
-            and [v.shape for v in values[1:]] == [values[0].shape]
-        )
-        or (name in ("mul", "div") and len(values) == 1 and _is_small(call, name))
-    )
-    return parts[0].over if is_linear and len(values) == len(parts) else None
-
-
-def _is_small(call: Call, name: str) -> bool:
-    """Whether parts stay finite where their sum does, if they are multiplied or divided first."""
-    factor = call.arguments["other"]
-    if not isinstance(factor, int | float) or not math.isfinite(factor):
-        return False
-    return 0 < abs(factor) <= 1 if name == "mul" else abs(factor) >= 1
 
 
 def _trial_of(node: Node, values: Sequence[Value]) -> Trial:

@@ -1,0 +1,189 @@
+"""Rows that each device joins in an order of its own.
+
+``x.view(t * b, e)`` of a value that is cut over ``b`` has no layout: the rows of a device are no
+neighbours in the whole.  But a matrix product does the same with each row, whatever the order, and
+afterwards ``y.view(t, b, f)`` takes the rows apart again.  So devices may join theirs, as long as
+nothing in between depends on the order.  ``nn.MultiheadAttention`` is written so: it puts the
+batch into the second dim, and then calls linear layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from torchpmap._base.torch_internals import OpOverload
+from torchpmap._layout.grid import Cut
+from torchpmap._sharded.rules.compute import elementwise
+from torchpmap._sharded.rules.table import rule_of
+from torchpmap._sharded.spmd import Emitter
+
+_aten = torch.ops.aten
+VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
+_SAME = (_aten.alias.default, _aten.clone.default, _aten.detach.default, _aten._to_copy.default)
+
+
+class Joined(NamedTuple):
+    """How a dim of a value came about."""
+
+    dim: int
+    shape: tuple[int, ...]
+    """Of the dims that were joined."""
+    cut: Cut
+    """An entry for each of these."""
+
+    @property
+    def over(self) -> tuple[int, ...]:
+        """The dims of the grid over which the rows are cut."""
+        return tuple(k for entry in self.cut for k in entry)
+
+    def apart(self, shape: tuple[int, ...], cut: Cut) -> tuple[tuple[int, ...], Cut]:
+        """Shape and cut of a value whose first dims are those that were joined."""
+        entries = (*cut, *((),) * (len(shape) - len(cut)))
+        rest = [k for k in range(len(shape)) if k != self.dim]
+        sizes = (*self.shape, *(shape[k] for k in rest))
+        return sizes, (*self.cut, *(entries[k] for k in rest))
+
+
+def joined_by(node: Node, shape: tuple[int, ...], cut: Cut) -> Joined | None:
+    """How a view joins the first dims of a value, if the rows of a device are no neighbours."""
+    made = tuple(node.meta["val"].shape)
+    entries = (*cut, *((),) * (len(shape) - len(cut)))
+    for count in range(2, len(shape) + 1):
+        if made and math.prod(shape[:count]) == made[0]:
+            is_same = shape[count:] == made[1:] or not any(entries[count:])
+            apart = (k for k in range(1, count) if entries[k] and math.prod(shape[:k]) > 1)
+            if is_same and any(True for _ in apart):
+                return Joined(0, tuple(shape[:count]), entries[:count])
+    return None
+
+
+def is_taken_apart(node: Node, joined: Joined) -> bool:
+    """Whether a view makes the dims again that were joined."""
+    made = tuple(node.meta["val"].shape)
+    return joined.dim == 0 and made[: len(joined.shape)] == joined.shape
+
+
+def comes_apart(
+    node: Node, joined: Joined, known: Callable[[Node, Joined | None], Joined | None]
+) -> bool:
+    """Whether nothing that is made of a value with a joined dim depends on the order of rows.
+
+    ``known``: the joined dim of another value; if it is not written yet, the one that is given.
+    """
+    waiting, seen = [(node, joined)], set()
+    while waiting:
+        here, rows = waiting.pop()
+        if (here, rows) in seen:
+            continue
+        seen.add((here, rows))
+        for user in here.users:
+            if user.target in VIEWS:
+                if not is_taken_apart(user, rows):
+                    return False
+            elif not _adds_up_rows(user, here, rows):
+                # a gradient meets what it is of in the backward pass: it is joined alike
+                operands = {x: known(x, rows if _alike(x, here) else None) for x in _others(user)}
+                operands[here] = rows
+                is_fine, after = followed(user, {x: each for x, each in operands.items() if each})
+                if not is_fine:
+                    return False
+                waiting += [] if after is None else [(user, after)]
+        if not here.users:
+            return False
+    return True
+
+
+def _others(user: Node) -> list[Node]:
+    return [] if user.target in _PRODUCTS else user.all_input_nodes
+
+
+def _alike(node: Node, other: Node) -> bool:
+    return bool(node.meta["val"].shape == other.meta["val"].shape)
+
+
+def _adds_up_rows(user: Node, node: Node, joined: Joined) -> bool:
+    """Whether a product does.  The other operand will have such a dim too, it is assumed; else this
+    one is brought into order, which costs a message.  The result has no such dim.
+    """
+    return user.target is _aten.mm.default and user.args[1 - joined.dim] is node
+
+
+def followed(node: Node, joined: Mapping[Node, Joined]) -> tuple[bool, Joined | None]:
+    """Whether an operation does the same with each row, or adds them up; the dim of its result, if
+    it has one.
+
+    Args:
+        joined: the operands that have such a dim.
+    """
+    func, made = node.target, node.meta["val"]
+    if not isinstance(func, OpOverload) or not isinstance(made, torch.Tensor):
+        return False, None
+    first = next(iter(joined.values()))
+    if func in _SAME or (func is _aten.t.default and made.ndim < 2):
+        return True, first
+    if func is _aten.t.default:
+        return True, first._replace(dim=1 - first.dim)
+    if func in _PRODUCTS:
+        given: list[Any] = list(node.args)
+        *added, rows, columns = given
+        is_fine, after = _product(joined.get(rows), joined.get(columns))
+        if after is not None:
+            is_fine = is_fine and not any(_has_dim(x, made.ndim - after.dim) for x in added)
+        return is_fine and not any(x in joined for x in added), after
+    if func is _aten.sum.dim_IntList:
+        x, dims, *_ = node.args
+        ndim = x.meta["val"].ndim  # type: ignore[union-attr]
+        return [dim % ndim for dim in dims or ()] == [first.dim], None  # type: ignore[union-attr]
+    return _elementwise(node, joined) if rule_of(func) is elementwise else (False, None)
+
+
+def _product(rows: Joined | None, columns: Joined | None) -> tuple[bool, Joined | None]:
+    if rows is not None and columns is not None:
+        return rows.dim == 1 and columns.dim == 0 and rows[1:] == columns[1:], None
+    each = rows or columns
+    assert each is not None
+    return each.dim == (0 if columns is None else 1), each
+
+
+def _elementwise(node: Node, joined: Mapping[Node, Joined]) -> tuple[bool, Joined | None]:
+    """All operands with rows must have the same; others must be equal for all rows."""
+    found = set()
+    for operand in node.all_input_nodes:
+        ndim, each = operand.meta["val"].ndim, joined.get(operand)
+        if each is not None:
+            found.add((ndim - each.dim, each[1:]))
+    if len(found) > 1:
+        return False, None
+    ((from_end, (shape, cut)),) = found
+    if any(_has_dim(x, from_end) for x in node.all_input_nodes if x not in joined):
+        return False, None
+    return True, Joined(node.meta["val"].ndim - from_end, shape, cut)
+
+
+def in_order(
+    emitter: Emitter, block: Node, rows: Joined, sizes: tuple[int, ...], cut: Cut, wanted: Cut
+) -> tuple[Node, Cut]:
+    """The block and cut of a value whose rows are in order: they are taken apart (``sizes``,
+    ``cut``), brought to a cut along the first of their dims alone, and joined.
+    """
+    count = len(rows.shape)
+    block = emitter.call(_aten.movedim.int, block, rows.dim, 0)
+    block = emitter.call(_aten.reshape.default, block, emitter.block_shape(sizes, cut))
+    block = emitter.resharded(block, cut, wanted)
+    shape, cut = (math.prod(rows.shape), *sizes[count:]), (wanted[0], *wanted[count:])
+    block = emitter.call(_aten.reshape.default, block, emitter.block_shape(shape, cut))
+    entries = list(cut[1:])
+    entries.insert(rows.dim, cut[0])
+    return emitter.call(_aten.movedim.int, block, 0, rows.dim), tuple(entries)
+
+
+def _has_dim(node: Node, from_end: int) -> bool:
+    """Whether a value differs along a dim, counted from the last: it is not broadcast."""
+    sizes = node.meta["val"].shape
+    return len(sizes) >= from_end and sizes[-from_end] != 1
