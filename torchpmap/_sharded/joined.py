@@ -104,7 +104,8 @@ def _others(user: Node) -> list[Node]:
 
 
 def _alike(node: Node, other: Node) -> bool:
-    return bool(node.meta["val"].shape == other.meta["val"].shape)
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.shape == other.meta["val"].shape
 
 
 def _adds_up_rows(user: Node, node: Node, joined: Joined) -> bool:
@@ -121,7 +122,7 @@ def followed(node: Node, joined: Mapping[Node, Joined]) -> tuple[bool, Joined | 
     Args:
         joined: the operands that have such a dim.
     """
-    func, made = node.target, node.meta["val"]
+    func, made = node.target, node.meta.get("val")
     if not isinstance(func, OpOverload) or not isinstance(made, torch.Tensor):
         return False, None
     first = next(iter(joined.values()))
@@ -132,10 +133,12 @@ def followed(node: Node, joined: Mapping[Node, Joined]) -> tuple[bool, Joined | 
     if func in _PRODUCTS:
         given: list[Any] = list(node.args)
         *added, rows, columns = given
+        if any(x in joined for x in added):
+            return False, None
         is_fine, after = _product(joined.get(rows), joined.get(columns))
         if after is not None:
             is_fine = is_fine and not any(_has_dim(x, made.ndim - after.dim) for x in added)
-        return is_fine and not any(x in joined for x in added), after
+        return is_fine, after
     if func is _aten.sum.dim_IntList:
         x, dims, *_ = node.args
         ndim = x.meta["val"].ndim  # type: ignore[union-attr]
