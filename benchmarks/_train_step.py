@@ -9,6 +9,7 @@ has computed, and the loss of the last step.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
@@ -198,14 +199,6 @@ def torch_steps(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[
     return steps
 
 
-def eager_data_parallel(name: str) -> Steps:
-    return distributed_data_parallel(name, is_compiled=False)
-
-
-def jitted_and_cut(name: str) -> Steps:
-    return jitted(name, is_cut=True)
-
-
 def fully_sharded_data_parallel(name: str) -> Steps:
     """``fully_shard`` (FSDP2) of each layer or block and of the rest, compiled, with the fused
     AdamW.
@@ -231,10 +224,10 @@ CONTENDERS = {
     "local": pmapped,
     "torchrun": pmapped,
     "jit": jitted,
-    "jit-cut": jitted_and_cut,
+    "jit-cut": functools.partial(jitted, is_cut=True),
     "replicated": replicated,
     "ddp": distributed_data_parallel,
-    "ddp-eager": eager_data_parallel,
+    "ddp-eager": functools.partial(distributed_data_parallel, is_compiled=False),
     "fsdp2": fully_sharded_data_parallel,
 }
 

@@ -52,6 +52,17 @@ def trimmed(entries: Iterable[tuple[int, ...]]) -> Cut:
     return tuple(cut)
 
 
+def padded(cut: Cut, ndim: int) -> Cut:
+    """A cut with an entry for each of so many dims, or more."""
+    return *cut, *((),) * (ndim - len(cut))
+
+
+def block_shape(shape: Sequence[int], cut: Cut, sizes: Sequence[int]) -> list[int]:
+    """The shape of a block of a whole value, on a grid of these sizes."""
+    entries = zip(shape, padded(cut, len(shape)), strict=True)
+    return [n // math.prod(sizes[k] for k in over) for n, over in entries]
+
+
 def nested(dim: int | None, inner: Cut) -> Cut:
     """The cut of stacked values: a new dim at ``dim`` is cut over the first dim of the grid, and
     those that were there, as ``inner`` says, over the dims after it.

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from torchpmap._layout.grid import Cut, trimmed
+from torchpmap._layout.grid import Cut, padded, trimmed
 from torchpmap._sharded.rules.signature import Call, Operand, Placement, Rule, placement_of
 
 _MAX_TRIED = 4096
@@ -89,7 +89,7 @@ def _moved(
 ) -> Iterator[Cut]:
     """The cuts with a dim of the grid at another dim of the operand."""
     dim, k = place
-    entries = [*cut, *((),) * (len(operand.shape) - len(cut))]
+    entries = list(padded(cut, len(operand.shape)))
     for other, size in enumerate(operand.shape):
         more = (*entries[other], k)
         if other != dim and size % math.prod(sizes[j] for j in more) == 0:

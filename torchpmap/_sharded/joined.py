@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from torchpmap._base.torch_internals import OpOverload
-from torchpmap._layout.grid import Cut
+from torchpmap._layout.grid import Cut, block_shape, padded
 from torchpmap._sharded.rules.compute import elementwise
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._sharded.spmd import Emitter
@@ -44,7 +44,7 @@ class Joined(NamedTuple):
 
     def apart(self, shape: tuple[int, ...], cut: Cut) -> tuple[tuple[int, ...], Cut]:
         """Shape and cut of a value whose first dims are those that were joined."""
-        entries = (*cut, *((),) * (len(shape) - len(cut)))
+        entries = padded(cut, len(shape))
         rest = [k for k in range(len(shape)) if k != self.dim]
         sizes = (*self.shape, *(shape[k] for k in rest))
         return sizes, (*self.cut, *(entries[k] for k in rest))
@@ -53,12 +53,11 @@ class Joined(NamedTuple):
 def joined_by(node: Node, shape: tuple[int, ...], cut: Cut) -> Joined | None:
     """How a view joins the first dims of a value, if the rows of a device are no neighbours."""
     made = tuple(node.meta["val"].shape)
-    entries = (*cut, *((),) * (len(shape) - len(cut)))
+    entries = padded(cut, len(shape))
     for count in range(2, len(shape) + 1):
         if made and math.prod(shape[:count]) == made[0]:
             is_same = shape[count:] == made[1:] or not any(entries[count:])
-            apart = (k for k in range(1, count) if entries[k] and math.prod(shape[:k]) > 1)
-            if is_same and any(True for _ in apart):
+            if is_same and any(entries[k] and math.prod(shape[:k]) > 1 for k in range(1, count)):
                 return Joined(0, tuple(shape[:count]), entries[:count])
     return None
 
@@ -175,12 +174,12 @@ def in_order(
     """The block and cut of a value whose rows are in order: they are taken apart (``sizes``,
     ``cut``), brought to a cut along the first of their dims alone, and joined.
     """
-    count = len(rows.shape)
+    count, grid = len(rows.shape), emitter.grid.sizes
     block = emitter.call(_aten.movedim.int, block, rows.dim, 0)
-    block = emitter.call(_aten.reshape.default, block, emitter.block_shape(sizes, cut))
+    block = emitter.call(_aten.reshape.default, block, block_shape(sizes, cut, grid))
     block = emitter.resharded(block, cut, wanted)
     shape, cut = (math.prod(rows.shape), *sizes[count:]), (wanted[0], *wanted[count:])
-    block = emitter.call(_aten.reshape.default, block, emitter.block_shape(shape, cut))
+    block = emitter.call(_aten.reshape.default, block, block_shape(shape, cut, grid))
     entries = list(cut[1:])
     entries.insert(rows.dim, cut[0])
     return emitter.call(_aten.movedim.int, block, 0, rows.dim), tuple(entries)

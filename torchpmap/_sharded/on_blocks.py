@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.pytree import tree_leaves
-from torchpmap._layout.grid import Cut
+from torchpmap._layout.grid import Cut, block_shape
 from torchpmap._sharded.arguments import Slot, filled
 from torchpmap._sharded.rules.signature import Call, Combination, Operand, Placement
 from torchpmap._sharded.trial import Trial, is_refused_here, masked, meta, on_meta
@@ -69,10 +69,7 @@ class OnBlocks:
         return [*written, *(self.placement.results if self.trial.makes_new else ())]
 
     def block_shape(self, shape: Sequence[int], cut: Cut) -> list[int]:
-        block = list(shape)
-        for dim, over in enumerate(cut):
-            block[dim] //= self.call.parts(over)
-        return block
+        return block_shape(shape, cut, self.call.sizes)
 
     def block_call(self) -> tuple[Any, dict[str, Any]]:
         """The same operation with the sizes of blocks."""

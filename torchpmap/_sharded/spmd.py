@@ -112,11 +112,6 @@ class Emitter:
             arguments=arguments,
         )
 
-    def block_shape(self, shape: Sequence[int], cut: Cut) -> list[int]:
-        """Of a block of a whole value."""
-        entries = (*cut, *((),) * (len(shape) - len(cut)))
-        return [n // self.grid.parts(over) for n, over in zip(shape, entries, strict=True)]
-
     # -- where a device is -------------------------------------------------------------------------
 
     def place_along(self, over: tuple[int, ...]) -> torch.fx.Node:

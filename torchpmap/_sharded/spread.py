@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from torchpmap._base.pytree import tree_flatten
 from torchpmap._base.torch_internals import OpOverload
-from torchpmap._layout.grid import Cut, trimmed
+from torchpmap._layout.grid import Cut, block_shape, padded, trimmed
 from torchpmap._sharded.arguments import Slot, Unsupported, facts_of, plain
 from torchpmap._sharded.blocks import added_and_cut, added_up, in_columns
 from torchpmap._sharded.choice import chosen
@@ -344,8 +344,8 @@ class Spread:
             if rows is None or not comes_apart(node, rows, self._rows_of):
                 return None
             cut = (rows.over, *value.cut[len(rows.shape) :])  # of the rest, if it is the same
-        block_shape = self.emitter.block_shape(shape, cut)
-        block = self.emitter.call(_aten.reshape.default, value.block, block_shape)
+        own = block_shape(shape, cut, self.emitter.grid.sizes)
+        block = self.emitter.call(_aten.reshape.default, value.block, own)
         return replace(value, block=block, shape=shape, cut=trimmed(cut), joined=rows)
 
     def _rows_of(self, node: Node, unwritten: Joined | None = None) -> Joined | None:
@@ -357,9 +357,9 @@ class Spread:
             value, rows = self._values[node], self._rows_of(node)
             if rows is not None:
                 sizes, cut = rows.apart(value.shape, value.cut)
-                count, parts = len(rows.shape), self.emitter.grid.parts(rows.over)
+                parts = self.emitter.grid.parts(rows.over)
                 first = rows.over if rows.shape[0] % parts == 0 else cut[0]
-                wanted = (first, *((),) * (count - 1), *cut[count:])
+                wanted = (*padded((first,), len(rows.shape)), *cut[len(rows.shape) :])
                 reshard = Reshard(str(node.target), place_of(node), sizes, value.dtype, cut, wanted)
                 self.reshards.append(reshard)
                 block, cut = in_order(self.emitter, value.block, rows, sizes, cut, wanted)
@@ -417,7 +417,7 @@ def _scattered_dim(value: Value, wanted: Cut) -> int | None:
 
 
 def _with(cut: Cut, dim: int, over: tuple[int, ...]) -> Cut:
-    entries = [*cut, *((),) * (dim + 1 - len(cut))]
+    entries = list(padded(cut, dim + 1))
     entries[dim] = over
     return trimmed(entries)
 

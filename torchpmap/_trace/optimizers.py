@@ -175,7 +175,8 @@ class Optimizers:
     def watched(self) -> Iterator[None]:
         """A block in which steps work on unknown values."""
         with ExitStack() as stack:
-            _made.pop(self._thread, None)
+            _made[self._thread] = WeakSet()
+            stack.callback(_made.pop, self._thread, None)
             stack.enter_context(_makers)
             stack.callback(register_optimizer_step_pre_hook(self._before).remove)
             stack.callback(register_optimizer_step_post_hook(self._after).remove)
@@ -204,7 +205,7 @@ class Optimizers:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
-        if optimizer in _made.get(self._thread, ()):
+        if optimizer in _made[self._thread]:
             name = type(optimizer).__name__
             raise Untraceable(f"it makes the {name} that steps", users_line(), "one made outside")
         with torch_function_off(), outside_modes(), torch.no_grad():
@@ -290,14 +291,16 @@ class Optimizers:
 
 
 _made: dict[int, WeakSet[Optimizer]] = {}
-"""Optimizers that are made while a function is traced, by thread."""
+"""By the thread that traces: the optimizers that the function has made."""
 
 
 def _noting(own: Any) -> Any:
     @functools.wraps(own)
     def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
-        _made.setdefault(threading.get_ident(), WeakSet()).add(self)
+        made = _made.get(threading.get_ident())
+        if made is not None:
+            made.add(self)
 
     return init
 

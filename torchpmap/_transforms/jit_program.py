@@ -139,12 +139,13 @@ class Program:
         self._numbers = {
             id(each.vector): StepNumbers(each, place(each.vector)) for each in traced.numbers
         }
-        self._counted = [self._numbers[id(each.vector)] for each in traced.counted]
         self._find_targets(traced, tensors)
         self._inputs = [self._input(x, seed, place(x), traced) for x in traced.captured]
         self._inputs += [Value(Argument(k), place(x)) for k, x in enumerate(tensors)]
         self._direct = [each.closed_over() for each in self._inputs]
-        self._places_of_counted = [self._inputs.index(each) for each in self._counted]
+        inputs_of = {id(x): k for k, x in enumerate(traced.captured)}
+        self._counted = [inputs_of[id(each.vector)] for each in traced.counted]
+        """Places of the inputs that follow what a call returns."""
         self._leaves = list(map(self._target, traced.pulled))
         del self._places
         inputs = list(map(place, (*traced.captured, *tensors)))
@@ -300,7 +301,7 @@ class Program:
             for each in alone:
                 each._handle = None
 
-        numbers_before = [held[place] for place in self._places_of_counted]
+        numbers_before = [held[place] for place in self._counted]
         handles = plan.run(held, None, give_up)
         num, outputs = self._num_results, plan.outputs
         counted, end = num + len(targets), len(outputs)
@@ -310,8 +311,8 @@ class Program:
             leaf.grad = grad
         for each in self._numbers.values():
             each.numbers.advance()
-        for each, *made in zip(self._counted, numbers_before, handles[counted:first], strict=True):
-            each.follow(*made)
+        for place, *made in zip(self._counted, numbers_before, handles[counted:first], strict=True):
+            self._inputs[place].follow(*made)
         _write_all(targets, outputs[num:counted], handles[num:counted])
         return make_all(outputs[:num], handles[:num]), handles[end:]
 
