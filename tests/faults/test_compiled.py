@@ -62,6 +62,7 @@ def test_row_11_error_in_a_compiled_call(function, right):
         assert f(table, torch.tensor([[0], [1], [2], [3]])).flatten().tolist() == right
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's assert ends its worker, and the call after it")
 def test_function_first_used_behind_a_failed_call():
     """What was skipped behind the failure (functions, plans, groups) must not be missing later."""
     slow = tp.pmap(_slow_then_pick, compile=EAGER)

@@ -160,12 +160,10 @@ AFTERWARDS = {
     "the first carry": lambda x: tp.scan(lambda c, r: (c * r, None), x[0], X)[0],
     "rows": lambda x: tp.scan(lambda c, r: (c * r, None), X[0], x)[0],
     "an operand": lambda x: tp.cond(x.sum() > 0, torch.square, torch.neg, x),
-    "in a body": lambda x: tp.scan(lambda c, r: (nested(c) + c.mul_(2), c), x[0], X)[1],
+    "in a body": lambda x: tp.scan(
+        lambda c, r: (tp.scan(lambda d, q: (d * q * d, None), c, X)[0] + c.mul_(2), c), x[0], X
+    )[1],
 }
-
-
-def nested(c):
-    return tp.scan(lambda d, r: (d * r * d, None), c, X)[0]
 
 
 @pytest.mark.parametrize("name", AFTERWARDS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _sharded_values import each, functions, nothing_gathers, on_mesh
+from _support import DEVICE
 from torch import nn
 
 import torchpmap as tp
@@ -27,7 +28,9 @@ def draw(*shape):
 
 
 def close(result, expected):
-    torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=1e-5)
+    # attention and LSTMs of GPUs multiply float32 with fewer digits
+    tolerance = 1e-5 if DEVICE == "cpu" else 5e-4
+    torch.testing.assert_close(result.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
 def trained(module, x):
@@ -150,6 +153,7 @@ def test_losses_of_numbers(name, reduction, pool):
     check_loss(lambda x, y: NUMBERS[name](x, y, reduction=reduction).sum(), draw(*ROWS).sigmoid())
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's assert ends its worker")
 def test_a_target_without_a_class_raises_where_the_loss_is_used():
     loss = F.cross_entropy(cut(draw(*ROWS)), cut(torch.full((8,), 6)))
     with pytest.raises(IndexError, match="Target 6 is out of bounds"):

@@ -43,6 +43,8 @@ from torchpmap._sharded.trial import tried
 
 pytestmark = pytest.mark.usefixtures("pool")
 
+of_cpus = pytest.mark.skipif(DEVICE != "cpu", reason="GPUs refuse other things than CPUs")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def no_losses():
@@ -63,7 +65,8 @@ def test_one_plan_for_all_numbers(monkeypatch):
     for number in (0.25, -0.0, 0.0, math.inf, 1e300, 3.5):
         result = values.x.mul(number)
         torch.testing.assert_close(result.cpu(), HERE.x.mul(number), equal_nan=True)
-        assert torch.equal(result.cpu().signbit(), HERE.x.mul(number).signbit())
+        known = ~result.cpu().isnan()  # a NaN may have either sign
+        assert torch.equal(result.cpu().signbit() & known, HERE.x.mul(number).signbit() & known)
     assert defined(calls) == 0
     for number in (True, 2, 2.0, 2j):  # but the kind of number decides the dtype
         assert (values.ints * number).dtype == (HERE.ints * number).dtype
@@ -229,6 +232,7 @@ def check_refusal(function, here, *there):
         assert str(raised.value).partition("\n")[0] == str(expected.value).partition("\n")[0]
 
 
+@of_cpus
 def test_dtypes_that_a_kernel_refuses_are_refused_before_anything_is_sent(monkeypatch):
     values = on_devices()
     wholes = {name: tp.replicate(getattr(HERE, name)) for name in ("mask", "ints", "z")}
@@ -247,6 +251,7 @@ def test_dtypes_that_a_kernel_refuses_are_refused_before_anything_is_sent(monkey
     assert type(whole) is tp.ShardedTensor
 
 
+@of_cpus
 def test_an_error_on_the_devices_is_raised_where_the_result_is_used():
     result = tp.device_put(torch.arange(4), tp.devices()) // tp.replicate(torch.tensor(0))
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
@@ -276,13 +281,14 @@ SETTINGS = {
     "deterministic": (torch.use_deterministic_algorithms, True, False),
     "precision of products": (torch.set_float32_matmul_precision, "medium", "highest"),
 }
+OF_CPUS = {"flush denormal"}
 OPERATIONS = """
     ints / 2; ints * 0.1; ints.cos(); ints.mul(x); (x + ints).sum(); (ints * 0.3).mean(0)
     rows.T @ rows; x.double() * 1e-310
 """
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", SETTINGS if DEVICE == "cpu" else set(SETTINGS) - OF_CPUS)
 @each("operation", OF_VALUES, OPERATIONS)
 def test_operations_follow_the_settings_around_them(operation, setting):
     """... those that have run under others too, and without a gather."""

@@ -156,6 +156,8 @@ NORMS = {
 @pytest.mark.parametrize("kind", NORMS)
 def test_norms_in_half_precision(kind, of_weights, dtype):
     """On the CPU the statistics are in half precision too, unless the weights are not."""
+    if DEVICE != "cpu" and (kind, of_weights) == ("group", "float"):
+        pytest.skip("group norms of GPUs want weights in the dtype of the values")
     layer = NORMS[kind](of_weights != "none").to(torch.float32 if of_weights == "float" else dtype)
     values = torch.arange(64.0).mul(7).remainder(11).reshape(4, 4, 4).to(dtype)
     for put in (tp.replicate, tp.shard_batch):
@@ -168,7 +170,8 @@ def test_norms_in_half_precision(kind, of_weights, dtype):
         assert not gathers or kind == "instance"
         expected = layer(here)
         expected[:, :2].sum().backward()
-        close(result, expected)
+        near = {} if DEVICE == "cpu" else {"rtol": 0.02, "atol": 0.02}
+        torch.testing.assert_close(result.detach().cpu(), expected.detach(), **near)
         for mine, theirs in zip(twin.buffers(), layer.buffers(), strict=True):
             torch.testing.assert_close(mine.cpu(), theirs, rtol=0.02, atol=0.02)
         pairs = [(there, here), *zip(twin.parameters(), layer.parameters(), strict=True)]

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from _support import DEVICE
 from torch import nn
 
 import torchpmap as tp
@@ -146,6 +147,12 @@ FUNCTIONS = {
 }
 
 
+host_graphs = pytest.mark.skipif(
+    DEVICE != "cpu", reason="the graph is made here, and its constants are of the host"
+)
+
+
+@host_graphs
 @pytest.mark.parametrize("first", HALVES, ids=str)
 @pytest.mark.parametrize("second", HALVES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -259,6 +266,7 @@ PLANS = {
 }
 
 
+@host_graphs
 @pytest.mark.parametrize("name", PLANS)
 def test_gradients_of_a_transformer(name):
     place, axes, messages = PLANS[name]

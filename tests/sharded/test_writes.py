@@ -91,6 +91,15 @@ def written_names(func, given, after):
 
 @pytest.mark.parametrize("func", CHOSEN, ids=str)
 def test_what_an_operator_writes_is_written(func):
+    try:
+        check_what_is_written(func)
+    except NotImplementedError:  # of the kernel, where the values are used
+        if DEVICE == "cpu":
+            raise
+        pytest.skip("GPUs have no such kernel")
+
+
+def check_what_is_written(func):
     given = sample(func)
     if given is None:
         assert name_of(func) not in NAMED

@@ -30,11 +30,11 @@ def make_cube(name):
 
     @torch.library.custom_op(f"{name}::square", mutates_args=())
     def square(x: Tensor) -> Tensor:
-        return torch.from_numpy(np.asarray(x.numpy(force=True) ** 2))
+        return torch.from_numpy(np.asarray(x.numpy(force=True) ** 2)).to(x.device)
 
     @torch.library.custom_op(f"{name}::cube", mutates_args=())
     def cube(x: Tensor) -> Tensor:
-        return torch.from_numpy(np.asarray(x.numpy(force=True) ** 3))
+        return torch.from_numpy(np.asarray(x.numpy(force=True) ** 3)).to(x.device)
 
     for operation in (square, cube):
         operation.register_fake(torch.empty_like)
@@ -67,7 +67,8 @@ def slope_of_the_cube(x):
 
 
 library.define("slope(Tensor x) -> Tensor")
-library.impl("slope", slope_of_the_cube, "CPU")
+for _key in ("CPU", "CUDA"):
+    library.impl("slope", slope_of_the_cube, _key)
 torch.library.register_fake("torchpmap_tests_library::slope", torch.empty_like, lib=library)
 
 

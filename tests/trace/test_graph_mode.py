@@ -5,7 +5,7 @@ Where a graph cannot be compared, the numbers expected are those of plain torch.
 
 import pytest
 import torch
-from _support import EAGER
+from _support import DEVICE, EAGER
 from torch._higher_order_ops.scan import scan as torch_scan
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -76,6 +76,7 @@ def assigned(x):
     return x * t.item() if t > 3 else x
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the value is on the GPU")
 def test_a_value_that_torch_knows_is_known_through_data():
     assert torch.equal(tp.pmap(assigned, compile=EAGER)(X).cpu(), X * 5)
 
@@ -139,4 +140,5 @@ def test_a_checkpoint_where_no_mode_is_active():
             y = checkpoint(torch.sin, torch.ones(2), use_reentrant=False)
         return x + y
 
-    assert torch.equal(tp.pmap(f, compile=EAGER)(X).cpu(), X + torch.ones(2).sin())
+    found = tp.pmap(f, compile=EAGER)(X)
+    torch.testing.assert_close(found.cpu(), X + torch.ones(2).sin())

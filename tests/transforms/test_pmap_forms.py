@@ -65,7 +65,8 @@ def test_functions_of_torch(mode):
     inner = torch.compile(lambda x: x.sin() * 2, backend="eager")
     functions = [torch.neg, torch.ops.aten.sin.default, inner, lambda x: inner(x)]
     for function in functions:
-        assert tp.pmap(function, compile=mode)(X).tolist() == function(X).tolist()
+        found = tp.pmap(function, compile=mode)(X)
+        torch.testing.assert_close(found.cpu(), function(X))
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
     x = torch.arange(24.0).reshape(4, 2, 3) / 24
     with torch.no_grad():
@@ -247,7 +248,7 @@ def test_callable_backends_get_the_graph_and_the_options():
 def test_without_a_cpp_compiler(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(lower, "_missing_compiler_warned", False)
-    with pytest.warns(UserWarning, match=r"no C\+\+ compiler was found") as record:
+    with pytest.warns(UserWarning, match=r"no C(\+\+)? compiler was found") as record:
         assert tp.pmap(double)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
     assert [warning.filename for warning in record] == [__file__]
     with warnings.catch_warnings():
@@ -265,7 +266,7 @@ def branch(x):
 
 
 def numpy(x):
-    return torch.as_tensor(x.numpy() * 2)
+    return torch.as_tensor(x.numpy(force=True) * 2)
 
 
 def loop(x):
@@ -276,7 +277,7 @@ def loop(x):
 
 UNTRACEABLE = [
     (branch, "if x > 1:", X, [-0.0, -1.0, 2.0, 3.0]),
-    (numpy, "return torch.as_tensor(x.numpy() * 2)", X, [0.0, 2.0, 4.0, 6.0]),
+    (numpy, "return torch.as_tensor(x.numpy(force=True) * 2)", X, [0.0, 2.0, 4.0, 6.0]),
     (loop, "while x < 10:", X + 1, [16.0, 16.0, 12.0, 16.0]),
 ]
 

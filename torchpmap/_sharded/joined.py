@@ -4,7 +4,8 @@
 neighbours in the whole.  But a matrix product does the same with each row, whatever the order, and
 afterwards ``y.view(t, b, f)`` takes the rows apart again.  So devices may join theirs, as long as
 nothing in between depends on the order.  ``nn.MultiheadAttention`` is written so: it puts the
-batch into the second dim, and then calls linear layers.
+batch into the second dim, and then calls linear layers.  So is attention by plain operations, which
+joins rows and heads for a product of matrices.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torchpmap._sharded.spmd import Emitter
 _aten = torch.ops.aten
 VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default)
+_MOVES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
 _SAME = (_aten.alias.default, _aten.clone.default, _aten.detach.default, _aten._to_copy.default)
 
 
@@ -68,6 +70,13 @@ def is_taken_apart(node: Node, joined: Joined) -> bool:
     return joined.dim == 0 and made[: len(joined.shape)] == joined.shape
 
 
+def keeps_rows(node: Node, joined: Joined) -> bool:
+    """Whether a view leaves the joined dim as it is."""
+    made, (source, *_) = tuple(node.meta["val"].shape), node.all_input_nodes
+    shape = tuple(source.meta["val"].shape)
+    return made == shape or (joined.dim == 0 and made[:1] == shape[:1])
+
+
 def comes_apart(
     node: Node, joined: Joined, known: Callable[[Node, Joined | None], Joined | None]
 ) -> bool:
@@ -83,11 +92,16 @@ def comes_apart(
         seen.add((here, rows))
         for user in here.users:
             if user.target in VIEWS:
-                if not is_taken_apart(user, rows):
+                if is_taken_apart(user, rows):
+                    continue
+                if not keeps_rows(user, rows):
                     return False
+                waiting.append((user, rows))
             elif not _adds_up_rows(user, here, rows):
                 # a gradient meets what it is of in the backward pass: it is joined alike
-                operands = {x: known(x, rows if _alike(x, here) else None) for x in _others(user)}
+                operands = {
+                    x: known(x, rows if _alike(user, x, here) else None) for x in _others(user)
+                }
                 operands[here] = rows
                 is_fine, after = followed(user, {x: each for x, each in operands.items() if each})
                 if not is_fine:
@@ -102,9 +116,12 @@ def _others(user: Node) -> list[Node]:
     return [] if user.target in _PRODUCTS else user.all_input_nodes
 
 
-def _alike(node: Node, other: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.shape == other.meta["val"].shape
+def _alike(user: Node, node: Node, other: Node) -> bool:
+    value, shape = node.meta.get("val"), other.meta["val"].shape
+    if not isinstance(value, torch.Tensor):
+        return False
+    count = 1 if user.target is _aten.bmm.default else None
+    return value.shape[:count] == shape[:count]
 
 
 def _adds_up_rows(user: Node, node: Node, joined: Joined) -> bool:
@@ -125,10 +142,15 @@ def followed(node: Node, joined: Mapping[Node, Joined]) -> tuple[bool, Joined | 
     if not isinstance(func, OpOverload) or not isinstance(made, torch.Tensor):
         return False, None
     first = next(iter(joined.values()))
-    if func in _SAME or (func is _aten.t.default and made.ndim < 2):
+    if func in _SAME:
         return True, first
-    if func is _aten.t.default:
-        return True, first._replace(dim=1 - first.dim)
+    if func is _aten.expand.default:
+        return made.ndim == _ndim(node.args[0]), first
+    if func in _MOVES:
+        return True, first._replace(dim=_order(node, made.ndim).index(first.dim))
+    if func is _aten.bmm.default:
+        is_fine = len(set(joined.values())) == 1 and all(x in joined for x in node.args)
+        return (True, first) if is_fine and first.dim == 0 else (False, None)
     if func in _PRODUCTS:
         given: list[Any] = list(node.args)
         *added, rows, columns = given
@@ -139,10 +161,27 @@ def followed(node: Node, joined: Mapping[Node, Joined]) -> tuple[bool, Joined | 
             is_fine = is_fine and not any(_has_dim(x, made.ndim - after.dim) for x in added)
         return is_fine, after
     if func is _aten.sum.dim_IntList:
-        x, dims, *_ = node.args
-        ndim = x.meta["val"].ndim  # type: ignore[union-attr]
-        return [dim % ndim for dim in dims or ()] == [first.dim], None  # type: ignore[union-attr]
+        args: Any = node.args
+        return [dim % _ndim(args[0]) for dim in args[1] or ()] == [first.dim], None
     return _elementwise(node, joined) if rule_of(func) is elementwise else (False, None)
+
+
+def _ndim(node: Any) -> int:
+    ndim: int = node.meta["val"].ndim
+    return ndim
+
+
+def _order(node: Node, ndim: int) -> list[int]:
+    """The dim of the operand that each dim of the result is."""
+    if node.target is _aten.permute.default:
+        dims: Any = node.args[1]
+        return [dim % ndim for dim in dims]
+    order = list(range(ndim))
+    args: Any = node.args
+    first, second = (0, ndim - 1) if node.target is _aten.t.default else args[1:]
+    if ndim:
+        order[first], order[second] = order[second], order[first]
+    return order
 
 
 def _product(rows: Joined | None, columns: Joined | None) -> tuple[bool, Joined | None]:

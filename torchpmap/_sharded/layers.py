@@ -388,7 +388,7 @@ def _lstm_layer(
         has_biases,
         1,
         0.0,
-        False,
+        True,  # else cuDNN keeps nothing for a backward pass
         False,
         False,
     )
@@ -403,6 +403,12 @@ def _lstm_backward(size: int, group: str, *args: Any) -> tuple[torch.Tensor, ...
     return gradients(functools.partial(_lstm_layer, reverse, has_biases), operands, grads)
 
 
+def _log_sigmoid(size: int, group: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """GPUs keep nothing for the backward pass, and the caller's kernel promises what CPUs keep."""
+    y, kept = _aten.log_sigmoid_forward(x)
+    return y, kept if kept.shape == x.shape else torch.zeros_like(x)
+
+
 MEAN_LOSSES = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss")
 
 INSTEAD: dict[str, Callable[..., Any]] = {
@@ -415,6 +421,7 @@ INSTEAD: dict[str, Callable[..., Any]] = {
     "native_batch_norm_backward": _batch_norm_backward,
     "native_group_norm": _group_norm,
     "native_group_norm_backward": _group_norm_backward,
+    "log_sigmoid_forward": _log_sigmoid,
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
     **{f"{loss}_backward": _mean_loss_backward(f"{loss}_backward") for loss in MEAN_LOSSES},

@@ -33,6 +33,7 @@ from torchpmap._sharded.joined import (
     in_order,
     is_taken_apart,
     joined_by,
+    keeps_rows,
 )
 from torchpmap._sharded.on_blocks import OnBlocks, described
 from torchpmap._sharded.rules.signature import Call, Placement
@@ -334,11 +335,16 @@ class Spread:
         """A view that joins rows as each device has them, or takes such rows apart; else None."""
         shape, rows = tuple(node.meta["val"].shape), value.joined
         if rows is not None:
-            rest, cut = value.cut[1:], (*rows.cut, *value.cut[1:])
-            is_same = shape[len(rows.shape) :] == value.shape[1:] or not any(rest)
-            if not is_taken_apart(node, rows) or not is_same:
+            rest = value.cut[1:]
+            if is_taken_apart(node, rows):
+                is_same = shape[len(rows.shape) :] == value.shape[1:]
+                cut, rows = (*rows.cut, *rest), None
+            else:
+                is_same, cut = shape == value.shape, value.cut
+                if not keeps_rows(node, rows):
+                    return None
+            if not is_same and any(rest):
                 return None
-            rows = None
         else:
             rows = joined_by(node, value.shape, value.cut)
             if rows is None or not comes_apart(node, rows, self._rows_of):
