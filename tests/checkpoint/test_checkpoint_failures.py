@@ -133,11 +133,12 @@ def test_a_worker_is_killed_while_it_writes(tmp_path):
         saving.wait()
     except tp.CheckpointError as error:  # unless it was done already
         assert "the worker process that was writing __2_0.distcp has ended" in str(error)  # noqa: PT017
-        assert load(tmp_path / "c")["w"].tolist() == [0.0] * 4
+        expected = [0.0] * 4
     else:
-        with contextlib.suppress(tp.WorkerDied):  # told to the next call
-            worker_pids()
-        assert load(tmp_path / "c")["w"].sum() == 16_000_000
+        expected = torch.ones(4, 4_000_000).tolist()
+    with contextlib.suppress(tp.WorkerDied):  # a call that comes before the pool has noticed
+        worker_pids()
+    assert load(tmp_path / "c")["w"].tolist() == expected
     assert os.listdir(tmp_path) == ["c"]
     assert len(worker_pids()) == 4  # after the repair
 

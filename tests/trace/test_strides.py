@@ -7,7 +7,7 @@ mix up strides most, and those that tests/programs/fuzz.py does not draw.
 import pytest
 import torch
 import torch.nn.functional as nnf
-from _support import EAGER, TRACED
+from _support import DEVICE, EAGER, TRACED
 
 import torchpmap as tp
 
@@ -88,6 +88,8 @@ def check(names, compile, *, inside=False):
 @pytest.mark.parametrize("pool", [2], indirect=True)
 @pytest.mark.parametrize("name", STEPS)
 def test_operations(name, pool):
+    if DEVICE != "cpu" and name == "attention":
+        pytest.skip("plain torch.func raises as well: 'LSE is not correctly aligned', torch 2.11")
     check([name], EAGER, inside=True)
 
 

@@ -404,9 +404,9 @@ def _lstm_backward(size: int, group: str, *args: Any) -> tuple[torch.Tensor, ...
 
 
 def _log_sigmoid(size: int, group: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """GPUs keep nothing for the backward pass, and the caller's kernel promises what CPUs keep."""
+    """The caller's kernel promises what CPUs keep for the backward pass; GPUs keep nothing."""
     y, kept = _aten.log_sigmoid_forward(x)
-    return y, kept if kept.shape == x.shape else torch.zeros_like(x)
+    return y, kept if kept.shape == x.shape else x.abs().neg().exp()
 
 
 MEAN_LOSSES = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss")
