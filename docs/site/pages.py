@@ -26,6 +26,7 @@ TEXTS = {
     "README.md": "readme.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
+    "tests/README.md": "tests.md",
     "benchmarks/README.md": "benchmarks.md",
 }
 CODE = {"LICENSE": "license.md"} | {
