@@ -10,6 +10,7 @@
 #
 # TORCH=2.15.0 does all this with another torch, in an environment of its own: .venv-2.15.0, or
 # .venv-2.15.0-python3.13 for a PYTHON=... that is one. The other packages are then the newest, not those pinned.
+# TORCH=nightly is last night's.
 
 GIVEN_PYTHON := $(filter-out file undefined default,$(origin PYTHON))
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -19,19 +20,24 @@ ifeq ($(TORCH),)
 VENV := .venv
 PINS := -c constraints.txt
 else
+NIGHTLY := --pre --extra-index-url https://download.pytorch.org/whl/nightly/cpu
 NAME_PYTHON := import sys; print("-python%d.%d" % sys.version_info[:2])
 VENV := .venv-$(TORCH)$(if $(GIVEN_PYTHON),$(shell $(PYTHON) -c '$(NAME_PYTHON)'))
-PINS := torch==$(TORCH)
+PINS := $(if $(filter nightly,$(TORCH)),$(NIGHTLY) torch,torch==$(TORCH))
 endif
 # The tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
 PIP = $(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(PINS)
 
-.PHONY: demo test test-all test-lag test-gpu docs lint types clean
+.PHONY: demo hello test test-all test-lag test-gpu docs lint types clean
 
 demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python examples/data_parallel_digits.py
+
+hello: $(VENV)/demo.stamp
+	$(VENV)/bin/python examples/hello_pmap.py
+	$(VENV)/bin/python examples/compose.py
 
 FILES ?=
 test: $(VENV)/dev.stamp

@@ -7,7 +7,7 @@
 ``one`` is one device and NCCL, ``shared`` the whole suite with four workers that share a GPU and
 talk through Gloo.  Each test file runs in a process of its own, some at a time.  When it ends, its
 result is added to DIR/tests.jsonl, and DIR/tests.md is written anew; files that are in DIR already
-are not run again.  Without a GPU the lagging platform stands for it (CONTRIBUTING.md), on which
+are not run again.  Without a GPU the lagging platform stands for it (tests/README.md), on which
 ``shared`` runs the tests of faults and of waiting.
 
 This file is also the plugin of pytest that writes what each test gave, and limits its time.

@@ -30,6 +30,12 @@ def test_the_pinned_torch(tmp_path: Path) -> None:
     assert found[-1] == ".venv/bin/python -m pytest"
 
 
+def test_the_torch_of_last_night(tmp_path: Path) -> None:
+    found = commands(tmp_path, "TORCH=nightly")
+    index = "--pre --extra-index-url https://download.pytorch.org/whl/nightly/cpu"
+    assert f".venv-nightly/bin/python -m pip install --quiet {index} torch" in found
+
+
 @pytest.mark.parametrize("given", [False, True], ids=["any python", "a given python"])
 def test_another_torch_gets_its_own_environment(tmp_path: Path, given: bool) -> None:
     python = (f"PYTHON={sys.executable}",) if given else ()

@@ -6,8 +6,12 @@ _ROWS = (
         "no modules: tp.psum, tp.scan, tp.NamedSharding, tp.shard_map",
     ),
     (
-        "soft_pmap xmap",
-        "gone from JAX; tp.pmap takes more rows than devices, and maps a mapped function",
+        "core interpreters",
+        "not available: f.lower(x).graph is the graph",
+    ),
+    (
+        "soft_pmap xmap maps",
+        "tp.pmap takes more rows than devices, and maps a mapped function",
     ),
     (
         "jvp vjp jacfwd jacrev hessian",
@@ -54,16 +58,28 @@ _ROWS = (
         "not available: pass the mesh, or leave mesh= out",
     ),
     (
+        "use_mesh",
+        "with tp.set_mesh(mesh):",
+    ),
+    (
+        "reshard",
+        "tp.with_sharding_constraint(x, sharding) in a step, tp.device_put outside",
+    ),
+    (
+        "auto_axes explicit_axes",
+        "leave them out: all axes are both",
+    ),
+    (
         "pjit",
         "tp.jit",
     ),
     (
         "pdot pgather",
-        'gone from JAX; tp.psum(x @ y, "i")',
+        'tp.psum(x @ y, "i")',
     ),
     (
         "pvary",
-        "deprecated in JAX: tp.pcast",
+        'tp.pcast(x, "i", to="varying")',
     ),
     (
         "in_pmap psum_if_pmap pmean_if_pmap",
@@ -72,6 +88,14 @@ _ROWS = (
     (
         "Array",
         "tp.ShardedTensor",
+    ),
+    (
+        "typeof",
+        "x.shape, x.dtype and, on devices, x.sharding",
+    ),
+    (
+        "new_ref ref array_ref mutable_array",
+        "a tensor, which is written in place",
     ),
     (
         "host_id host_count",
@@ -92,10 +116,6 @@ _ROWS = (
     (
         "live_arrays",
         "not available: tp.memory_stats says how many bytes are held",
-    ),
-    (
-        "reshard",
-        "tp.device_put(x, sharding), outside of mapped functions",
     ),
     (
         "make_array_from_callback make_array_from_single_device_arrays",
@@ -233,7 +253,7 @@ _ROWS = (
         "tp.debug.print, breakpoint, visualize_sharding",
     ),
     (
-        "callback pure_callback io_callback",
+        "callback pure_callback io_callback host_callback",
         "an operation of torch.library.custom_op, or compile=False",
     ),
     (

@@ -26,6 +26,7 @@ TEXTS = {
     "README.md": "readme.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
+    "tests/README.md": "tests.md",
     "benchmarks/README.md": "benchmarks.md",
 }
 CODE = {"LICENSE": "license.md"} | {
@@ -33,6 +34,12 @@ CODE = {"LICENSE": "license.md"} | {
 }
 LINK = re.compile(
     r"^```.*?^```|``?[^`\n]+``?|\]\(([^)\s#:]+)(#[^)\s]*)?\)", re.DOTALL | re.MULTILINE
+)
+EXAMPLES = (
+    "Each program checks its own numbers. All take `--quick`, for a short run, and `--devices N` "
+    "(but for `train_plain.py`); all run by `torchrun --nproc-per-node=2` too, and print the same. "
+    "The first line says how long it usually takes on two cores; a first run, which compiles, may "
+    "take twice as long. Pictures are written to `outputs/`."
 )
 MESSAGES = "```{messages}\n```"
 HEADING = re.compile(r"^## (.*)$", re.MULTILINE)
@@ -93,7 +100,7 @@ def list_of_examples() -> str:
         for source, page in sorted(CODE.items())
         if page.startswith("examples/")
     ]
-    return "\n".join(["# Examples", "", "| program | |", "|---|---|", *rows, ""])
+    return "\n".join(["# Examples", "", EXAMPLES, "", "| program | |", "|---|---|", *rows, ""])
 
 
 def pages() -> dict[str, str]:

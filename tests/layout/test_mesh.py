@@ -1,5 +1,6 @@
 """Covers: _layout/mesh.py."""
 
+import enum
 import math
 import pickle
 from collections import OrderedDict
@@ -12,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchpmap._base.devices import Device
-from torchpmap._layout.mesh import Mesh, NamedSharding, P, PartitionSpec, replicated, row_sharding
+from torchpmap._layout.mesh import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    P,
+    PartitionSpec,
+    replicated,
+    row_sharding,
+)
 from torchpmap._runtime.meshes import make_mesh
 
 CPUS = tuple(Device(i, "cpu") for i in range(8))
@@ -95,7 +104,32 @@ def test_mesh_is_a_value():
     assert mesh == Mesh(CPUS[:2], "i")  # it does not see later writes to its argument
 
 
+JAX_TYPES = enum.Enum("AxisType", ["Auto", "Explicit", "Manual"])  # as jax.sharding.AxisType is
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [None, (AxisType.Auto, AxisType.Explicit), [JAX_TYPES.Explicit] * 2, AxisType.Explicit, "Auto"],
+)
+def test_types_of_axes_make_no_difference(kinds):
+    assert make_mesh((2, 2), ("x", "y"), kinds, devices=CPUS) == mesh_of(x=2, y=2)
+    assert Mesh([CPUS[:2], CPUS[2:4]], ("x", "y"), axis_types=kinds) == mesh_of(x=2, y=2)
+
+
+NO_TYPE = (
+    ", expected AxisType.Auto or AxisType.Explicit, which mean the same here. An axis becomes "
+    "manual inside shard_map (axis_names=)."
+)
 MISUSE = [
+    (ValueError, lambda: make_mesh((2,), ("x",), (AxisType.Manual,), devices=CPUS),
+     f"axis_types: got <AxisType.Manual: 3>{NO_TYPE}"),
+    (ValueError, lambda: Mesh(CPUS[:2], "x", JAX_TYPES.Manual),
+     f"axis_types: got <AxisType.Manual: 3>{NO_TYPE}"),
+    (ValueError, lambda: Mesh(CPUS[:2], "x", ("explicit",)),
+     f"axis_types: got 'explicit'{NO_TYPE}"),
+    (ValueError, lambda: make_mesh((2,), ("x",), ("Auto", "Auto"), devices=CPUS),
+     "axis_types has 2 entries, but the mesh has 1 axes, ('x',). Give one AxisType per axis, or "
+     "leave it out."),
     (ValueError, lambda: Mesh(CPUS[:4], ("x", "y")),
      "Mesh requires the ndim of its first argument (`devices`) to equal the length of its second "
      "argument (`axis_names`), but got devices.ndim == 1 and len(axis_names) == 2."),

@@ -326,16 +326,6 @@ def test_a_mesh_takes_the_first_devices(mesh):
         tp.make_mesh(4, ("x",))
 
 
-def test_types_of_axes_from_jax_are_accepted(mesh):
-    kinds = tp.AxisType.Auto, "Explicit"
-    assert tp.make_mesh((2, 2), ("x", "y"), kinds) == tp.make_mesh((2, 2), ("x", "y"))
-    assert tp.Mesh(tp.devices()[:2], ("x",), axis_types=tp.AxisType.Explicit).size == 2
-    with pytest.raises(ValueError, match=r"got <AxisType\.Manual.*expected AxisType\.Auto or"):
-        tp.make_mesh((2,), ("x",), (tp.AxisType.Manual,))
-    with pytest.raises(ValueError, match="axis_types has 2 entries, but the mesh has 1 axes"):
-        tp.make_mesh((2,), ("x",), ("Auto", "Auto"))
-
-
 def test_a_value_is_placed_by_a_spec(mesh):
     with tp.set_mesh(mesh):
         placed = tp.device_put(X, P("y", "x"))

@@ -72,6 +72,13 @@ _OTHER_NAMES = {
 }
 """Keyword arguments as torch, or another version or function of JAX, calls them."""
 
+_INSTEAD_IN_JIT = {
+    "in_shardings": "place the arguments with torchpmap.device_put",
+    "static_argnames": "leave it out, arguments that are no tensors are static",
+    "static_argnums": "leave it out, arguments that are no tensors are static",
+}
+"""Keyword arguments of ``jax.jit`` that have no counterpart."""
+
 
 def _name_keyword(function: Callable[..., Any], error: TypeError) -> None:
     """Add what a keyword argument is called here, if the call itself has failed."""
@@ -83,8 +90,11 @@ def _name_keyword(function: Callable[..., Any], error: TypeError) -> None:
     given = found[1]
     close = [_OTHER_NAMES.get(given, ""), *difflib.get_close_matches(given, known, 1)]
     name = next((name for name in close if name in known), None)
-    if name is not None:
-        error.args = (f"{error}: it is {name} here.",)
+    told = f"it is {name} here" if name else ""
+    if function.__name__ == "jit":
+        told = _INSTEAD_IN_JIT.get(given, told)
+    if told:
+        error.args = (f"{error}: {told}.",)
 
 
 def bounded(cls: _C) -> _C:
