@@ -12,6 +12,7 @@ from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._layout.layout import Layout
+from torchpmap._plan.certificate import Certificate, certificate_of
 from torchpmap._plan.cost import Cost, cost_of
 from torchpmap._plan.plan import Plan
 from torchpmap._sharded.device_put import handle_of
@@ -67,6 +68,12 @@ class Lowered:
     def cost(self) -> Cost:
         """Count, from shapes alone, what a call costs one device."""
         return cost_of(self._plan)
+
+    def certificate(self) -> Certificate:
+        """List the collectives of a call, and say whether all devices will agree about them: what
+        the graph proves, and what only holds at run time.
+        """
+        return certificate_of(self._plan)
 
     @boundary
     def compile(self) -> Compiled:

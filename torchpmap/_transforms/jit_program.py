@@ -16,6 +16,7 @@ from torchpmap._base.devices import Device
 from torchpmap._base.pytree import flatten, flatten_call
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
+from torchpmap._plan.certificate import Certificate, certificate_of
 from torchpmap._plan.cost import Cost, cost_of
 from torchpmap._plan.lower import Target
 from torchpmap._plan.plan import Captured, Drawn, Plan
@@ -369,6 +370,12 @@ class LoweredProgram:
     def cost(self) -> Cost:
         """Count, from shapes alone, what a call costs one device."""
         return cost_of(self._plan)
+
+    def certificate(self) -> Certificate:
+        """List the collectives of a call, and say whether all devices will agree about them: what
+        the graph proves, and what only holds at run time.
+        """
+        return certificate_of(self._plan)
 
     def __repr__(self) -> str:
         return f"<lowered {self._plan.prefix}>"

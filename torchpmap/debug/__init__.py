@@ -18,7 +18,9 @@ from torchpmap._base.notebook import display_in_cell
 from torchpmap._base.pytree import flatten
 from torchpmap._layout import axis_stack
 from torchpmap._layout.picture import picture
-from torchpmap._plan.cost import Collective, Cost
+from torchpmap._plan.certificate import Certificate, Claim
+from torchpmap._plan.collectives import Collective, Inside
+from torchpmap._plan.cost import Cost
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.gather_report import Gather, report_gathers
 from torchpmap._sharded.tensor import ShardedTensor
@@ -28,10 +30,13 @@ from torchpmap._transforms.pmap import Pmapped, pmap
 from torchpmap.debug._check import CheckReport, check
 
 __all__ = [
+    "Certificate",
     "CheckReport",
+    "Claim",
     "Collective",
     "Cost",
     "Gather",
+    "Inside",
     "assert_replicated",
     "breakpoint",
     "check_pmap",
