@@ -158,11 +158,15 @@ def collective(plan: Plan, found: Met) -> Collective:
 
 
 def _inside(node: Node) -> Inside:
-    kind, steps = kind_of_node(node), None
-    if kind == SCAN:
-        xs: Any = node.args[2]
-        steps = int(xs[0].meta["val"].shape[0])
+    kind = kind_of_node(node)
+    steps = steps_of(node) if kind == SCAN else None
     return Inside(node.meta.get("called", kind), place_of(node), steps)
+
+
+def steps_of(node: Node) -> int:
+    """Of a loop; 1 if values decide."""
+    xs: Any = node.args[2] if kind_of_node(node) == SCAN else ()
+    return int(xs[0].meta["val"].shape[0]) if xs else 1
 
 
 def bytes_of(value: Any) -> int:

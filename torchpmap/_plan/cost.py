@@ -24,6 +24,7 @@ from torchpmap._plan.collectives import (
     users_operations,
 )
 from torchpmap._plan.plan import Plan
+from torchpmap._plan.roofline import Machine, kept, moved_bytes
 from torchpmap._trace.graphs import (
     COND,
     SCAN,
@@ -62,6 +63,12 @@ class Cost:
     """Operations whose floating-point operations are not known: those of your own, and fused
     recurrent layers.
     """
+    moved_bytes: int = 0
+    """That the device reads and writes in its memory, estimated for what is fused."""
+    seconds: float | None = None
+    """That the call takes, within a factor of two or so, if the devices of this machine are
+    calibrated (``debug.calibrate``); a ``while_loop`` counts as one step.  Else None.
+    """
 
     @property
     def collective_bytes(self) -> int:
@@ -91,7 +98,8 @@ def _total(collectives: Sequence[Collective]) -> int:
     return sum(each.times * each.num_bytes for each in collectives)
 
 
-def cost_of(plan: Plan) -> Cost:
+def cost_of(plan: Plan, machine: Machine | None = None) -> Cost:
+    """``machine``: that of the seconds; None for this one."""
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
@@ -102,14 +110,20 @@ def cost_of(plan: Plan) -> Cost:
     sizes = {node: bytes_of(node.meta.get("val")) for node in nodes}
     inputs, output = set(placeholders(graph)), output_of(graph)
     results = {_memory(node) for node in output.all_input_nodes}
+    flops = counter.get_total_flops() + sum(again)
+    collectives = tuple(collective(plan, x) for x in met(graph) if name_of(x.node) != PRINT)
+    moved = moved_bytes(graph, is_fused=plan.definition.backend.is_inductor)
+    machine = machine or kept(plan.team.runtime.devices)
     return Cost(
-        counter.get_total_flops() + sum(again),
-        tuple(collective(plan, each) for each in met(graph) if name_of(each.node) != PRINT),
+        flops,
+        collectives,
         sum(sizes[node] for node in inputs),
         sum(sizes[node] for node in set(output.all_input_nodes)),
         _peak(nodes, sizes, without=inputs | results),
         _peak(nodes, sizes),
         _uncounted(graph),
+        moved,
+        None if machine is None else machine.seconds(flops, moved, collectives),
     )
 
 
