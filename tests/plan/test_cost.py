@@ -100,6 +100,8 @@ def test_operations_that_cannot_be_counted_are_named():
     found = cost(lambda x: twice(x) @ x, (5, 5))
     assert (found.flops, found.uncounted) == (2 * 5**3, ("counted.twice",))
     assert str(found).splitlines()[-1] == "flops not counted: counted.twice"
+    in_a_loop = cost(lambda x: tp.fori_loop(0, 700, lambda _, x: twice(x), x), (5, 5))
+    assert in_a_loop.uncounted == ("counted.twice",)
     assert "rnn" in "".join(cost(torch.nn.LSTM(3, 4), (5, 2, 3)).uncounted)
 
 

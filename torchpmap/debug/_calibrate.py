@@ -19,7 +19,9 @@ _ROUNDS, _SECONDS = 7, 0.5
 _WIDTH = 512
 """Of matrices, which is what layers have."""
 _ELEMENTS = 1 << 22
-_FEW, _MANY = 4, 20
+"""More than caches hold."""
+_SENT = 1 << 20
+_FEW, _MANY = 4, 16
 """Steps of a call: the difference is that of the steps alone."""
 
 
@@ -28,13 +30,12 @@ def measured() -> Machine:
     product_s = _per_step(lambda x: x @ x, torch.eye(_WIDTH))
     moved_s = _per_step(lambda x: x * 0.5, torch.ones(_ELEMENTS))
     few_s = _per_step(lambda x: psum(x, "i"), torch.zeros(4))
-    many_s = _per_step(lambda x: psum(x, "i"), torch.zeros(_ELEMENTS))
-    sent = 4 * _ELEMENTS
+    many_s = _per_step(lambda x: psum(x, "i"), torch.zeros(_SENT))
     return Machine(
         flops=2 * _WIDTH**3 / product_s,
-        memory_bytes=2 * sent / moved_s,
+        memory_bytes=2 * 4 * _ELEMENTS / moved_s,
         collective_s=few_s,
-        collective_bytes=sent / max(many_s - few_s, 1e-9),
+        collective_bytes=4 * _SENT / max(many_s - few_s, 1e-9),
         call_s=call_s,
     )
 
