@@ -219,10 +219,10 @@ def _of_ways(
     """Whether the devices that a collective joins take the same ways in branches and loops."""
     apart = _parting(plan, graph, {each.group for each in found if each.around})
     decided: dict[tuple[Inside, str, bool], list[int]] = {}
-    for number, (node, each) in enumerate(zip(found, collectives, strict=True)):
-        for around, inside in zip(node.around, each.inside, strict=True):
-            if kind_of_node(around) != SCAN:
-                is_same = node.group in apart and around not in apart[node.group]
+    for number, (its, each) in enumerate(zip(found, collectives, strict=True)):
+        for node, inside in zip(its.around, each.inside, strict=True):
+            if kind_of_node(node) != SCAN:
+                is_same = its.group in apart and node not in apart[its.group]
                 decided.setdefault((inside, each.axis, is_same), []).append(number)
     for (inside, axis, is_same), numbers in decided.items():
         told = f"what the {inside.name} decides on is the same along {axis}"
@@ -238,7 +238,7 @@ def _of_ways(
         yield Claim("branches and loops", "proved", "no collective depends on values")
 
 
-def _parting(plan: Plan, graph: Graph, groups: Iterable[str]) -> dict[str, set[Node]]:
+def _parting(plan: Plan, graph: Graph, groups: set[str]) -> dict[str, set[Node]]:
     """Per group: the branches and loops that devices of it may go through in different ways."""
     ranks = plan.definition.ranks
     places = {rank: place for place, rank in enumerate(ranks)}
