@@ -35,7 +35,7 @@ _ROWS = (
     ),
     (
         "lower make_jaxpr",
-        "f.lower(x).as_text(), .graph, .cost()",
+        "f.lower(x).as_text(), .graph, .cost(), .certificate()",
     ),
     (
         "linearize",

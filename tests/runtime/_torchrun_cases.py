@@ -225,6 +225,12 @@ def every_row_draws_its_own(compile):
 
 RING_OF_8 = [(k, (k + 1) % 8) for k in range(8)]
 
+
+def _agreement(certificate: tp.debug.Certificate) -> Any:
+    groups = [group for each in certificate.collectives for group in each.groups]
+    return [certificate.is_proved, *groups]
+
+
 TRACED: dict[str, Any] = {
     "axis_size_on_devices_of_this_process": (
         expect_same(torch.tensor([1])),
@@ -245,6 +251,9 @@ TRACED: dict[str, Any] = {
     "lowering_without_running": (  # JAX: test_global_axis_size_initial_style
         expect_same(["all_reduce"]),
         lambda: [each.name for each in mapped(_sum).lower(mine()).cost().collectives]),
+    "a_certificate": (  # only a run tells whether the other processes make the call
+        expect(lambda rank, count: [count == 1, *[tuple(range(count))][: count - 1]]),
+        lambda: _agreement(mapped(_sum).lower(mine()).certificate())),
     "numpy_scalars": (  # JAX: test_pmap_with_scalars
         expect(lambda rank, count: torch.tensor([np.float32(sum(range(count)))])),
         lambda: mapped(_sum)(np.float32([tp.process_index()]))),

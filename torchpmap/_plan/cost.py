@@ -4,43 +4,40 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torchpmap._base.errors import size_text
-from torchpmap._base.torch_internals import FakeTensorMode, LazyGraphModule, OpOverload
-from torchpmap._collectives.backend import NAMESPACES, c10d
+from torchpmap._base.torch_internals import FakeTensorMode, LazyGraphModule
+from torchpmap._collectives.backend import c10d
+from torchpmap._plan.collectives import (
+    PRINT,
+    Collective,
+    bytes_of,
+    collective,
+    met,
+    name_of,
+    operations,
+    users_operations,
+)
 from torchpmap._plan.plan import Plan
+from torchpmap._plan.roofline import Machine, kept, moved_bytes
 from torchpmap._trace.graphs import (
     COND,
     SCAN,
     WHILE,
     copied,
     inner_graphs,
-    kind_of_node,
     output_of,
     placeholders,
 )
 
-_KNOWN = frozenset({"aten", "prims", "torchpmap_random", *NAMESPACES})
 _PASSING = (operator.getitem, c10d.wait_tensor.default)
 _RECURRENT = "_rnn"
 """In the names of recurrent layers that are one operation, such as ``mkldnn_rnn_layer``."""
-
-
-class Collective(NamedTuple):
-    """One collective of a call."""
-
-    name: str
-    """The operation in the graph: several leaves of a tree may travel in one."""
-    num_bytes: int
-    """What the device sends into it."""
-    axis: str
-    """Names of the axes that it runs over."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Cost:
     backward.
     """
     collectives: tuple[Collective, ...]
-    """In program order."""
+    """In program order; that in a loop is one, of several ``times``."""
     argument_bytes: int
     """Of the arguments and of captured tensors."""
     output_bytes: int
@@ -66,19 +63,27 @@ class Cost:
     """Operations whose floating-point operations are not known: those of your own, and fused
     recurrent layers.
     """
+    moved_bytes: int = 0
+    """That the device reads and writes in its memory, estimated for what is fused."""
+    seconds: float | None = None
+    """That the call takes, within a factor of two or so, if the devices of this machine are
+    calibrated (``debug.calibrate``); a ``while_loop`` counts as one step.  Else None.
+    """
 
     @property
     def collective_bytes(self) -> int:
         """Bytes that the device sends into collectives."""
-        return sum(each.num_bytes for each in self.collectives)
+        return _total(self.collectives)
 
     def __str__(self) -> str:
         lines = [f"{self.flops:,} flops on each device"]
-        counts = Counter((each.name, each.axis) for each in self.collectives)
-        for (name, axis), count in counts.items():
-            same = [each for each in self.collectives if (each.name, each.axis) == (name, axis)]
+        alike: dict[tuple[str, str], list[Collective]] = {}
+        for each in self.collectives:
+            alike.setdefault((each.name, each.axis), []).append(each)
+        for (name, axis), same in alike.items():
+            count = sum(each.times for each in same)
             times = f" ({count} times)" if count > 1 else ""
-            lines.append(f"{name} over {axis}{times}: {_size(same)}")
+            lines.append(f"{name} over {axis}{times}: {size_text(_total(same))}")
         lines.append(
             f"memory: {size_text(self.argument_bytes)} arguments, "
             f"{size_text(self.output_bytes)} results, "
@@ -89,11 +94,12 @@ class Cost:
         return "\n".join(lines)
 
 
-def _size(collectives: Sequence[Collective]) -> str:
-    return size_text(sum(each.num_bytes for each in collectives))
+def _total(collectives: Sequence[Collective]) -> int:
+    return sum(each.times * each.num_bytes for each in collectives)
 
 
-def cost_of(plan: Plan) -> Cost:
+def cost_of(plan: Plan, machine: Machine | None = None) -> Cost:
+    """``machine``: that of the seconds; None for this one."""
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
@@ -101,22 +107,23 @@ def cost_of(plan: Plan) -> Cost:
     with counter:
         graph = propagated(plan, counter.get_total_flops, again)
     nodes = list(graph.nodes)
-    sizes = {node: _bytes(node.meta.get("val")) for node in nodes}
+    sizes = {node: bytes_of(node.meta.get("val")) for node in nodes}
     inputs, output = set(placeholders(graph)), output_of(graph)
     results = {_memory(node) for node in output.all_input_nodes}
+    flops = counter.get_total_flops() + sum(again)
+    collectives = tuple(collective(plan, x) for x in met(graph) if name_of(x.node) != PRINT)
+    moved = moved_bytes(graph, is_fused=plan.definition.backend.is_inductor)
+    machine = machine or kept(plan.team.runtime.devices)
     return Cost(
-        counter.get_total_flops() + sum(again),
-        tuple(
-            Collective(
-                name_of(node), sum(_bytes(n.meta.get("val")) for n in node.all_input_nodes), axis
-            )
-            for node, axis in collectives_of(plan, nodes)
-        ),
+        flops,
+        collectives,
         sum(sizes[node] for node in inputs),
         sum(sizes[node] for node in set(output.all_input_nodes)),
         _peak(nodes, sizes, without=inputs | results),
         _peak(nodes, sizes),
-        _uncounted(nodes),
+        _uncounted(graph),
+        moved,
+        None if machine is None else machine.seconds(flops, moved, collectives),
     )
 
 
@@ -182,39 +189,10 @@ def _device_of(graph: torch.fx.Graph) -> torch.device:
     return torch.device("cpu")
 
 
-def collectives_of(plan: Plan, nodes: Sequence[torch.fx.Node]) -> list[tuple[torch.fx.Node, str]]:
-    """The nodes that communicate, each with the names of the axes that it runs over."""
-    found = []
-    for node in nodes:
-        for inner in inner_graphs(node):
-            steps = 1
-            if kind_of_node(node) == SCAN:
-                steps = node.args[2][0].meta["val"].shape[0]  # type: ignore[index, union-attr]
-            found += collectives_of(plan, list(inner.nodes)) * steps
-        target = node.target
-        if not isinstance(target, OpOverload) or target.namespace not in NAMESPACES:
-            continue
-        last = target._schema.arguments[-1].name
-        if last.startswith("group"):
-            group = node.kwargs.get(last, node.args[-1] if node.args else None)
-            found.append((node, plan.axes.get(str(group), "?")))
-    return found
-
-
-def name_of(node: torch.fx.Node) -> str:
-    """``"all_reduce"``."""
-    target: Any = node.target
-    return str(target._schema.name.split("::")[1])
-
-
-def _uncounted(nodes: Sequence[torch.fx.Node]) -> tuple[str, ...]:
-    found: dict[str, None] = {}
-    for node in nodes:
-        name = str(node.target)  # "aten.mm.default"
-        namespace = getattr(node.target, "namespace", "aten")
-        if (namespace not in _KNOWN and namespace != "higher_order") or _RECURRENT in name:
-            found[name.removesuffix(".default")] = None
-    return tuple(found)
+def _uncounted(graph: torch.fx.Graph) -> tuple[str, ...]:
+    recurrent = (str(node.target) for node, _ in operations(graph))
+    found = (name.removesuffix(".default") for name in recurrent if _RECURRENT in name)
+    return tuple(dict.fromkeys([*users_operations(graph), *found]))
 
 
 # -- flops that torch does not count ---------------------------------------------------------------
@@ -252,12 +230,6 @@ def _formulas() -> dict[Any, Any]:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def _bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
-
-
 def _memory(node: torch.fx.Node) -> torch.fx.Node:
     """The node that made the memory this one uses: an earlier one for a view and ``_PASSING``."""
     while node.target in _PASSING or getattr(node.target, "is_view", False):
@@ -290,5 +262,5 @@ def _peak(
 def _peak_inside(graph: torch.fx.Graph) -> int:
     """Of a step of a loop or of a branch; what it reads is held by the graph around it."""
     nodes = list(graph.nodes)
-    sizes = {node: _bytes(node.meta.get("val")) for node in nodes}
+    sizes = {node: bytes_of(node.meta.get("val")) for node in nodes}
     return _peak(nodes, sizes, without=set(placeholders(graph)))

@@ -142,6 +142,7 @@ def lower(
         team=target.team,
         captured=captured,
         pinned=tuple(map(Pinned, pinned)),
+        held=traced.held,
         implementations=implementations or None,
         outputs=outputs,
         structure=outcome.structure,

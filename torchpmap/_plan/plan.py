@@ -157,6 +157,10 @@ class Plan:
     """Trailing outputs that only a gradient needs; they stay on the devices."""
     repeated: Repeated | None = None
     """A line of the function that should be a loop."""
+    held: tuple[tuple[int, ...], ...] = ()
+    """Per input of the graph: a number for each device, equal for devices that are known to hold
+    equal blocks.  Empty if nothing is known.
+    """
     implementations: Implementations | None = None
     """Functions of the user's own operations, of which the workers have copies."""
 

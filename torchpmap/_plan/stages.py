@@ -12,8 +12,10 @@ from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._layout.layout import Layout
+from torchpmap._plan.certificate import Certificate, certificate_of
 from torchpmap._plan.cost import Cost, cost_of
 from torchpmap._plan.plan import Plan
+from torchpmap._plan.roofline import Machine
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import make_sharded
 
@@ -64,9 +66,19 @@ class Lowered:
         notes = [f"# compared in each call: {claim}" for claim in self.compared]
         return "\n".join([str(self.graph.graph).strip(), *notes])
 
-    def cost(self) -> Cost:
-        """Count, from shapes alone, what a call costs one device."""
-        return cost_of(self._plan)
+    def cost(self, machine: Machine | None = None) -> Cost:
+        """Count, from shapes alone, what a call costs one device.
+
+        Args:
+            machine: the one of ``Cost.seconds``; by default this one, if it is calibrated.
+        """
+        return cost_of(self._plan, machine)
+
+    def certificate(self) -> Certificate:
+        """List the collectives of a call, and say whether all devices will agree about them: what
+        the graph proves, and what only holds at run time.
+        """
+        return certificate_of(self._plan)
 
     @boundary
     def compile(self) -> Compiled:

@@ -30,6 +30,8 @@ from torchpmap._sharded.spmd import Emitter
 from torchpmap._sharded.spread import Spread
 from torchpmap._sharded.summands import Reshard, Value
 from torchpmap._trace.program import Outcome
+from torchpmap._trace.remat import Following
+from torchpmap._trace.repetition import keep_places
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,10 @@ def _body(target: Target, emitter: Emitter, results: Sequence[Value]) -> Body:
         for partition in partitions:
             assert axis.subgroup is not None
             axis.subgroup(partition)
+        following = Following(run)
         with torch.no_grad():
-            made = run(axis.index, *blocks)
+            made = following.run(axis.index, *blocks)
+        keep_places(following.made, instead=True)  # else it is the line of the call
         return Outcome(flatten(list(made))[1], tuple(made), cuts, (), ())
 
     return body

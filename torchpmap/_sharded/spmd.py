@@ -41,6 +41,7 @@ from torchpmap._sharded.layers import INSTEAD, run_on_blocks
 from torchpmap._sharded.on_blocks import OnBlocks
 from torchpmap._sharded.unforeseen import ROUNDED, name_of
 from torchpmap._trace.compile import EAGER, Definition, Kind
+from torchpmap._trace.repetition import keep_places
 
 _aten = torch.ops.aten
 
@@ -66,6 +67,8 @@ class Emitter:
         """Of the device among those that run the graph."""
         self.place = self.index
         """Of the device on the grid."""
+        self.source: torch.fx.Node | None = None
+        """What is written now, in a graph of whole values: its line is that of what is called."""
 
     def input(self, name: str) -> torch.fx.Node:
         """A block that the device has; all come before anything is done with one."""
@@ -78,7 +81,10 @@ class Emitter:
         return self._graph.get_attr(name)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.fx.Node:
-        return self._graph.call_function(function, args, kwargs)
+        node = self._graph.call_function(function, args, kwargs)
+        if self.source is not None:
+            keep_places({self.source: [node]})
+        return node
 
     def module(self, results: Sequence[torch.fx.Node]) -> GraphModule:
         """The graph that returns these results, of the index of a device and its blocks."""

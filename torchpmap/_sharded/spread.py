@@ -145,6 +145,7 @@ class Spread:
             if not is_ready or (sums and node in of_weights):
                 later.append(node)
                 continue
+            self.emitter.source = node
             try:
                 self._values[node] = self._written(node)
             except _Waits as wait:
@@ -172,6 +173,7 @@ class Spread:
             self._add_up(sums)
 
     def _result(self, node: Node, wanted: Cut | None) -> Value:
+        self.emitter.source = node
         self._bring_back([node])
         value: Value = self._values[node]
         cut = value.cut if wanted is None else wanted
@@ -196,6 +198,7 @@ class Spread:
             return
         (over, _, is_cut), members = next(iter(alike.items()))
         nodes, dims = [node for node, _ in members], [dim for _, dim in members]
+        self.emitter.source = nodes[0]
         size, group = self.emitter.group(over)
         blocks = [self._values[node].block for node in nodes]
         if is_cut:

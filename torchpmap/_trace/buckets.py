@@ -36,6 +36,7 @@ from torch.fx import Graph, GraphModule, Node
 from torchpmap._base.torch_internals import OpOverload, written_values
 from torchpmap._collectives.backend import c10d
 from torchpmap._trace.graphs import storages
+from torchpmap._trace.repetition import keep_places
 
 _aten = torch.ops.aten
 _LIGHT = {
@@ -250,9 +251,9 @@ class _Rewrite:
             return
         flat = [self._add(_aten.view.default, each.operand, [-1]) for each in bucket.sums]
         how = bucket.sums[0].launch.args[1:]
-        self._running[id(bucket)] = self._add(
-            c10d.all_reduce.default, self._add(_aten.cat.default, flat), *how
-        )
+        launch = self._add(c10d.all_reduce.default, self._add(_aten.cat.default, flat), *how)
+        keep_places({each.launch: [launch] for each in bucket.sums})
+        self._running[id(bucket)] = launch
 
     def _place_with_sources(self, node: Node) -> None:
         """Place a node that is not placed yet, after those that it is computed from."""

@@ -22,6 +22,7 @@ from torchpmap._trace.graphs import (
     storages,
     written_storages,
 )
+from torchpmap._trace.repetition import keep_only_places
 
 _aten = torch.ops.aten
 _WAIT = c10d.wait_tensor.default
@@ -215,6 +216,6 @@ def input_kinds(graph: torch.fx.GraphModule) -> tuple[tuple[tuple[int, ...], tor
 def finish_graph(graph: torch.fx.GraphModule) -> None:
     for module in graph.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            node.meta.clear()  # fake tensors do not travel
+            keep_only_places(node)  # fake tensors do not travel
     graph.graph.lint()
     graph.recompile()

@@ -350,12 +350,12 @@ def without_writes(graph: GraphModule, record: Record) -> GraphModule:
 
     examples = [node.meta["val"] for node in placeholders(graph.graph)]
 
-    def replayed(interpreter: _Tracking) -> GraphModule:
+    def replayed(interpreter: Following) -> GraphModule:
         functional = torch.func.functionalize(interpreter.run, remove="mutations")
         with examples[0].fake_mode:
             return graph_of(functional, examples)
 
-    interpreter = _Tracking(graph)
+    interpreter = Following(graph)
     try:
         result = replayed(interpreter)
     except ValueError as error:  # torch 2.11 to 2.15: what replaces a write may have other strides
@@ -369,7 +369,7 @@ def without_writes(graph: GraphModule, record: Record) -> GraphModule:
     return result
 
 
-class _Tracking(torch.fx.Interpreter):
+class Following(torch.fx.Interpreter):
     """Runs a graph while it is traced again, and records the nodes that each node became."""
 
     def __init__(self, graph: GraphModule) -> None:
@@ -381,7 +381,7 @@ class _Tracking(torch.fx.Interpreter):
             return super().run_node(n)
 
 
-class _Copying(_Tracking):
+class _Copying(Following):
     """An operation in place is one that is not, and a copy, which keeps the strides."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -20,14 +20,17 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.sources import PACKAGE, STDLIB, is_users, line
+from torchpmap._collectives.backend import NAMESPACES
+from torchpmap._trace.graphs import inner_modules
 
 LIMIT = 200
 """How often a line may make the same operation without a word about it: or once for every input,
 if there are more of these, as the leaves of a tree are not steps.
 """
 
-_PLACE = "place"
-"""In the ``meta`` of a node."""
+_PLACE, _LINE = "place", "line"
+"""In the ``meta`` of a node; that of a loop or branch is the text of its line."""
+_PLACES = {_PLACE, _LINE, "called"}
 _LOOPS = os.path.join(PACKAGE, "_loops", "")
 _SITE = os.path.join("", "site-packages", "")
 
@@ -101,16 +104,27 @@ class Executions:
 
 def place_of(node: Node) -> str:
     """The user's line that made a node; empty if it is not known."""
+    if _LINE in node.meta:
+        return str(node.meta[_LINE])
     place = node.meta.get(_PLACE)
     return "" if place is None else line(place.file, place.line)
 
 
-def keep_places(made: Mapping[Node, Iterable[Node]]) -> None:
-    """``made``: the nodes that each node of another graph became."""
+def keep_places(made: Mapping[Node, Iterable[Node]], *, instead: bool = False) -> None:
+    """``made``: the nodes that each node of another graph became; ``instead``: of their own."""
     for node, others in made.items():
-        if _PLACE in node.meta:
+        for key in node.meta.keys() & _PLACES:
             for other in others:
-                other.meta.setdefault(_PLACE, node.meta[_PLACE])
+                if instead or key not in other.meta:
+                    other.meta[key] = node.meta[key]
+
+
+def keep_only_places(node: Node) -> None:
+    """Forget all of a node but its line, which is asked for if it communicates."""
+    asked = inner_modules(node) or getattr(node.target, "namespace", "") in NAMESPACES
+    places = {key: node.meta[key] for key in node.meta.keys() & _PLACES if asked}
+    node.meta.clear()
+    node.meta |= places
 
 
 def _is_asked_for(frame: FrameType) -> bool:

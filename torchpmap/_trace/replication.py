@@ -208,6 +208,33 @@ def index_values(graph: Graph, index: Node, count: int) -> dict[Node, Sequence[i
     return {node: value.tolist() for node, value in values.items()}
 
 
+def along_lines(lines: Partition, groups: Mapping[str, Partition]) -> Along:
+    return Along(
+        tuple(name for name, parts in groups.items() if _is_within(lines, parts)),
+        tuple(name for name, parts in groups.items() if _meet(lines, parts)),
+    )
+
+
+def differing(
+    graph: Graph,
+    values: Mapping[Node, Sequence[int]],
+    lines: Partition,
+    groups: Mapping[str, Partition],
+    varying_inputs: Collection[Node] = (),
+) -> set[Node]:
+    """The nodes whose value may differ between the devices of a line.
+
+    Args:
+        graph: of one device.
+        values: nodes of which it is known which devices have equal values: a number for each.
+        lines: groups of devices, by their indices.
+        groups: the process groups by name.
+        varying_inputs: placeholders that differ.
+    """
+    known = {node: _differ(value, lines) for node, value in values.items()}
+    return varying_nodes(graph, varying_inputs, along_lines(lines, groups), known)
+
+
 class Replication:
     """In a trace: which of its values are known to be the same on which devices."""
 
@@ -248,7 +275,7 @@ class Replication:
             if group in self._groups:
                 lines = self._groups[group]
                 varying = self._varying_along(lines)
-                _refuse_deadlocks(self._graph, group, varying, self._along(lines))
+                _refuse_deadlocks(self._graph, group, varying, along_lines(lines, self._groups))
         nodes = [self._node_of(demand.block) for demand in demands]
         # before broadcasts make the graph longer
         differing = [
@@ -266,20 +293,13 @@ class Replication:
     def varies(self, node: Node, axis: Axis) -> bool:
         return axis.size > 1 and node in self._varying_along(peers(axis))
 
-    def _along(self, lines: Partition) -> Along:
-        return Along(
-            tuple(name for name, parts in self._groups.items() if _is_within(lines, parts)),
-            tuple(name for name, parts in self._groups.items() if _meet(lines, parts)),
-        )
-
     def _varying_along(self, lines: Partition) -> set[Node]:
         length, found = self._varying.get(lines, (-1, set()))
         if length != len(self._graph.nodes):
             index, *arguments = placeholders(self._graph)
             values = index_values(self._graph, index, sum(map(len, lines)))
             values |= dict(zip(arguments, self._held, strict=False))  # closures follow
-            known = {node: _differ(value, lines) for node, value in values.items()}
-            found = varying_nodes(self._graph, self._closures(), self._along(lines), known)
+            found = differing(self._graph, values, lines, self._groups, self._closures())
             self._varying[lines] = len(self._graph.nodes), found
         return found
 
@@ -405,7 +425,7 @@ def _refuse_deadlocks(graph: Graph, group: str, varying: Collection[Node], along
     """Raise if devices of a group may take different ways in a branch, or run different numbers of
     steps of a loop, that contains a collective of theirs.
     """
-    for node in _parting(graph, varying, along):
+    for node in parting(graph, varying, along):
         targets = [target for name, target in _communicating(node) if name == group]
         if targets:
             axes = [name for name, other in node.meta.get("axes", ()) if other == group]
@@ -441,10 +461,10 @@ def _texts(values: Sequence[Any]) -> Iterator[str]:
             yield from _texts(value)
 
 
-def _parting(graph: Graph, varying: Collection[Node], along: Along) -> Iterator[Node]:
+def parting(graph: Graph, varying: Collection[Node], along: Along) -> Iterator[Node]:
     """The loops and branches that devices may go through in different ways, at any depth."""
     for node in graph.nodes:
         for inner, inputs, differs in _entered(node, varying, along):
             if differs:
                 yield node
-            yield from _parting(inner, varying_nodes(inner, inputs, along), along)
+            yield from parting(inner, varying_nodes(inner, inputs, along), along)

@@ -113,6 +113,8 @@ class Traced:
     """
     inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     """Shape and dtype of the placeholders after the index."""
+    held: tuple[tuple[int, ...], ...]
+    """Per such placeholder: a number for every device, equal for devices that hold equal blocks."""
     halves: Halves | None
     """The graph in two, if ``trace`` got ``split_at``."""
     writes_inputs: bool
@@ -226,6 +228,7 @@ def trace(
         graph = without_writes(graph, record)
     again = rematerialize(graph, record, ordered=ordered, split=split_at is not None)
     outputs = [node.meta["val"] for node in results_of(graph.graph)]
+    closure = (0,) * axis_size if same_closures else tuple(range(axis_size))
     halves = None if split_at is None else split(graph, *split_at, again)
     traced = Traced(
         graph=graph,
@@ -236,6 +239,7 @@ def trace(
         dtypes=tuple(output.dtype for output in outputs),
         groups={name: groups[name] for name in names_in(graph) if name in groups},
         inputs=input_kinds(graph)[uses_index:],
+        held=(*[closure] * len(capture.nodes), *(each.blocks for each in inputs)),
         halves=halves,
         writes_inputs=writes_inputs,
         seconds=seconds,

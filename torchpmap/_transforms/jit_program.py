@@ -16,9 +16,11 @@ from torchpmap._base.devices import Device
 from torchpmap._base.pytree import flatten, flatten_call
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
+from torchpmap._plan.certificate import Certificate, certificate_of
 from torchpmap._plan.cost import Cost, cost_of
 from torchpmap._plan.lower import Target
 from torchpmap._plan.plan import Captured, Drawn, Plan
+from torchpmap._plan.roofline import Machine
 from torchpmap._plan.whole_plan import grid_of, plans_of
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import devices as all_devices
@@ -366,9 +368,19 @@ class LoweredProgram:
         notes = [f"# resharded: {each}" for each in self.resharded]
         return "\n".join([str(self.graph.graph).strip(), *notes])
 
-    def cost(self) -> Cost:
-        """Count, from shapes alone, what a call costs one device."""
-        return cost_of(self._plan)
+    def cost(self, machine: Machine | None = None) -> Cost:
+        """Count, from shapes alone, what a call costs one device.
+
+        Args:
+            machine: the one of ``Cost.seconds``; by default this one, if it is calibrated.
+        """
+        return cost_of(self._plan, machine)
+
+    def certificate(self) -> Certificate:
+        """List the collectives of a call, and say whether all devices will agree about them: what
+        the graph proves, and what only holds at run time.
+        """
+        return certificate_of(self._plan)
 
     def __repr__(self) -> str:
         return f"<lowered {self._plan.prefix}>"

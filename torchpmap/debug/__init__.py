@@ -18,22 +18,32 @@ from torchpmap._base.notebook import display_in_cell
 from torchpmap._base.pytree import flatten
 from torchpmap._layout import axis_stack
 from torchpmap._layout.picture import picture
-from torchpmap._plan.cost import Collective, Cost
+from torchpmap._plan.certificate import Certificate, Claim
+from torchpmap._plan.collectives import Collective, Inside
+from torchpmap._plan.cost import Cost
+from torchpmap._plan.roofline import Machine, keep
 from torchpmap._runtime import inline_mode
+from torchpmap._runtime.current import devices, process_index
 from torchpmap._sharded.gather_report import Gather, report_gathers
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import effects
 from torchpmap._transforms.mapped import Mapped
 from torchpmap._transforms.pmap import Pmapped, pmap
+from torchpmap.debug._calibrate import measured
 from torchpmap.debug._check import CheckReport, check
 
 __all__ = [
+    "Certificate",
     "CheckReport",
+    "Claim",
     "Collective",
     "Cost",
     "Gather",
+    "Inside",
+    "Machine",
     "assert_replicated",
     "breakpoint",
+    "calibrate",
     "check_pmap",
     "cost",
     "fake_pmap",
@@ -323,6 +333,26 @@ def cost(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
             "debug.cost(torchpmap.pmap(f, ...), x)."
         )
     return f.lower(*args, **kwargs).cost()
+
+
+@boundary
+def calibrate() -> Machine:
+    """Measure how fast the devices of this process are, for ``Cost.seconds``; some ten seconds, in
+    which nothing else should run.
+
+    The numbers are kept in the user's cache folder (``~/.cache/torchpmap``, or that of
+    ``XDG_CACHE_HOME``) for later programs on as many devices.
+
+    Returns:
+        The ``Machine``, which ``f.lower(x).cost(machine)`` takes too.
+
+    Source: the roofline model (Williams, Waterman and Patterson, 2009); compared with times by
+    ``benchmarks/roofline.py``.
+    """
+    machine = measured()
+    if process_index() == 0:
+        keep(machine, devices())
+    return machine
 
 
 @boundary

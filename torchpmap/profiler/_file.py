@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from torchpmap._base.errors import size_text
-from torchpmap._plan.cost import collectives_of, name_of, propagated
+from torchpmap._plan.collectives import met, name_of
+from torchpmap._plan.cost import propagated
 from torchpmap._plan.plan import Plan
 from torchpmap.profiler._record import Operation, Recorded, Span
 
@@ -236,8 +237,8 @@ def _axis(name: str, shape: tuple[int, ...], plan: Plan | None, axes: dict[Plan,
 
 def _axes_of(plan: Plan) -> Axes:
     found: Axes = {}
-    for node, axis in collectives_of(plan, list(propagated(plan).nodes)):
+    for node, group, _ in met(propagated(plan)):
         value = node.all_input_nodes[0].meta.get("val")
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-        found.setdefault((name_of(node), shape), set()).add(axis)
+        found.setdefault((name_of(node), shape), set()).add(plan.axes.get(group, "?"))
     return found
