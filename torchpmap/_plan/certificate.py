@@ -5,7 +5,7 @@ All devices run one graph.  So they agree if
 
     groups                 every device is in exactly one group of each partition, and the group has
                            as many members as the operation counts on
-    permutations           nobody sends twice or receives twice
+    permutations           no device sends twice or receives twice
     branches and loops     the devices of a group take the same branch, and the same number of
                            steps: what decides is the same on all of them (_trace/replication)
 
