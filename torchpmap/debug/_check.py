@@ -82,14 +82,16 @@ class CheckReport:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one way computed."""
+    """What one way computed; of the serial way, also what one row did."""
 
     way: str
     structure: Structure
     outputs: list[torch.Tensor | None]
-    gradients: list[torch.Tensor | None] | None
-    """Per leaf of the arguments; None if this way has none."""
+    gradients: list[torch.Tensor] | None
+    """To each leaf of ``_Problem.differentiated``; None if this way has none."""
     no_gradients_because: str = ""
+    dims: tuple[int | None, ...] = ()
+    """Of a row: where its outputs are stacked."""
 
 
 @dataclass(frozen=True)
@@ -101,17 +103,20 @@ class _Problem:
     call: RowArguments
     differentiated: tuple[int, ...]
     """Leaves that gradients are taken to."""
+    tolerances: tuple[float | None, float | None]
+    """(rtol, atol), None: those of the dtype."""
     generator: torch.Tensor
     """State of torch's generator: random numbers are the same in every way."""
 
-    def leaves(self) -> list[Any]:
-        """The arguments, as copies that nothing else can write to."""
-        return [
-            leaf.detach().clone().requires_grad_(position in self.differentiated)
-            if isinstance(leaf, torch.Tensor)
-            else leaf
-            for position, leaf in enumerate(self.call.leaves)
-        ]
+    def leaves(self, row: int | None = None) -> list[Any]:
+        """The arguments, or those of a row, as copies that nothing else can write to."""
+        found = []
+        for k, (leaf, dim) in enumerate(zip(self.call.leaves, self.call.axes, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                own = leaf if row is None or dim is None else leaf.select(dim, row)
+                leaf = own.detach().clone().requires_grad_(k in self.differentiated)
+            found.append(leaf)
+        return found
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         values = [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
@@ -120,26 +125,24 @@ class _Problem:
 
     def gradients(
         self, outputs: Sequence[Any], weights: Sequence[torch.Tensor | None], leaves: Sequence[Any]
-    ) -> list[torch.Tensor | None]:
+    ) -> list[torch.Tensor]:
         """Gradients of the weighted sum of all floating-point outputs."""
-        pairs = [
+        weighted = [
             (output, weight)
             for output, weight in zip(outputs, weights, strict=True)
             if weight is not None and output.requires_grad
         ]
-        inputs = [leaves[position] for position in self.differentiated]
-        found: list[torch.Tensor | None] = [None] * len(leaves)
-        given: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        if pairs:
-            given = torch.autograd.grad(
-                [output for output, _ in pairs],
+        inputs = [leaves[k] for k in self.differentiated]
+        if not weighted or not inputs:
+            return [torch.zeros_like(x) for x in inputs]
+        return list(
+            torch.autograd.grad(
+                [output for output, _ in weighted],
                 inputs,
-                [weight for _, weight in pairs],
-                allow_unused=True,
+                [weight for _, weight in weighted],
+                materialize_grads=True,
             )
-        for position, grad in zip(self.differentiated, given, strict=True):
-            found[position] = torch.zeros_like(leaves[position]) if grad is None else grad
-        return found
+        )
 
 
 def check(
@@ -151,7 +154,7 @@ def check(
     gradients: bool,
 ) -> CheckReport:
     """Compute in three ways and compare; raises ``AssertionError`` where they differ."""
-    problem = _problem(fun, options, args, gradients)
+    problem = _problem(fun, options, args, gradients, (rtol, atol))
     reference = _serial(problem)
     answers, skipped = [reference], []
     try:
@@ -166,10 +169,7 @@ def check(
     answers.append(pmapped)
     if problem.differentiated and pmapped.gradients is None:
         skipped.append(("the gradients of pmapped", pmapped.no_gradients_because))
-    largest = 0.0
-    compare = _Comparison(options.name, rtol, atol)
-    for answer in answers[1:]:
-        largest = max(largest, _compare(compare, problem, reference, answer))
+    largest = max(_compare(problem, reference, answer) for answer in answers[1:])
     return CheckReport(
         options.name,
         sum(output is not None for output in reference.outputs),
@@ -182,7 +182,11 @@ def check(
 
 
 def _problem(
-    fun: Callable[..., Any], options: Options, args: tuple[Any, ...], gradients: bool
+    fun: Callable[..., Any],
+    options: Options,
+    args: tuple[Any, ...],
+    gradients: bool,
+    tolerances: tuple[float | None, float | None],
 ) -> _Problem:
     call = RowPreparation(fun, options).arguments_of(*split_statics(options, args, {}))
     leaves = [
@@ -196,6 +200,7 @@ def _problem(
         options,
         replace(call, leaves=leaves),
         tuple(floating if gradients else ()),
+        tolerances,
         torch.default_generator.get_state(),
     )
 
@@ -238,18 +243,6 @@ def _weight(number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tens
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
 
-@dataclass(frozen=True)
-class _Row:
-    structure: Structure
-    outputs: list[torch.Tensor | None]
-    dims: list[int | None]
-    gradients: list[torch.Tensor | None]
-
-    def kinds(self) -> str:
-        kinds = [None if y is None else kind_of(y.shape, y.dtype) for y in self.outputs]
-        return f"{self.structure} of {kinds}"
-
-
 def _serial(problem: _Problem) -> _Answer:
     options, call = problem.options, problem.call
     rows = run_rows(
@@ -258,76 +251,59 @@ def _serial(problem: _Problem) -> _Answer:
         call.size,
         parameters(problem.fun),
     )
-    kinds = [row.kinds() for row in rows]
+    kinds = [f"{row.structure} of {list(map(_kind, row.outputs))}" for row in rows]
     for number, found in enumerate(kinds):
         if found != kinds[0]:
-            raise ValueError(
-                unequal_results(
-                    options.prefix, "rows", ("row 0", kinds[0]), (f"row {number}", found)
-                )
-            )
+            pair = ("row 0", kinds[0]), (f"row {number}", found)
+            raise ValueError(unequal_results(options.prefix, "rows", *pair))
     outputs = [
-        _joined([row.outputs[k] for row in rows], dim, lambda parts: parts[0])
-        for k, dim in enumerate(rows[0].dims)
+        parts[0] if dim is None else torch.stack(parts, dim)
+        for dim, *parts in zip(rows[0].dims, *(row.outputs for row in rows), strict=True)
     ]
+    axes = [call.axes[k] for k in problem.differentiated]
     gradients = [
-        _joined([row.gradients[k] for row in rows], axis, lambda parts: torch.stack(parts).sum(0))
-        for k, axis in enumerate(call.axes)
+        torch.stack(parts).sum(0) if dim is None else torch.stack(parts, dim)
+        for dim, *parts in zip(axes, *(row.gradients or () for row in rows), strict=True)
     ]
     return _Answer("serial", rows[0].structure, outputs, gradients)
 
 
-def _joined(
-    parts: list[torch.Tensor | None], dim: int | None, join: Callable[[list[Any]], torch.Tensor]
-) -> torch.Tensor | None:
-    if parts[0] is None:
-        return None
-    return join(parts) if dim is None else torch.stack([p for p in parts if p is not None], dim)
-
-
-def _serial_row(problem: _Problem, key: torch.Tensor, row: int, axis: Axis) -> _Row:
-    options, call = problem.options, problem.call
-    leaves = [
-        leaf.detach().select(dim, row).clone().requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, torch.Tensor) and dim is not None
-        else leaf
-        for leaf, dim in zip(problem.leaves(), call.axes, strict=True)
-    ]
+def _serial_row(problem: _Problem, key: torch.Tensor, row: int, axis: Axis) -> _Answer:
+    options = problem.options
+    leaves = problem.leaves(row)
     # clones, because torch forbids the function to write to leaves that require grad
     given = [
-        leaf.clone()
-        if isinstance(leaf, torch.Tensor)
-        else leaf
+        leaf
         if leaf is None or isinstance(leaf, Static)
+        else leaf.clone()
+        if isinstance(leaf, torch.Tensor)
         else host_tensor(leaf)
         for leaf in leaves
     ]
     args, kwargs = problem.arguments(given)
     random_numbers = streams(key, axis.index, options.randomness)
-    with (
-        bind(axis),
-        random_numbers,
-        TransformRules(),
-        keep_captured([leaf for leaf in given if isinstance(leaf, torch.Tensor)]),
-    ):
+    own = keep_captured([leaf for leaf in given if isinstance(leaf, torch.Tensor)])
+    with bind(axis), random_numbers, TransformRules(), own:
         returned = problem.fun(*args, **kwargs)
     values, structure = flatten(returned)
     outputs = [None if value is None else torch.as_tensor(value) for value in values]
     axes = broadcast_axes(options.out_axes, returned, what="pmap out_axes", hint=OUT_AXES_HINT)
-    dims: list[int | None] = []
-    weights: list[torch.Tensor | None] = []
-    for number, (output, out_axis) in enumerate(zip(outputs, axes, strict=True)):
-        dim, weight = None, None
-        if output is not None and out_axis is not None:
-            path = structure.paths(f"the output of {options.name}")[number]
-            dim = canonical_axis(out_axis, output.dim() + 1, what="pmap out_axes", path=path)
-        if output is not None and output.is_floating_point():
-            weight = _row_weight(number, output, dim, row, call.size)
-        dims.append(dim)
-        weights.append(weight)
+    paths = structure.paths(f"the output of {options.name}")
+    dims = tuple(
+        None
+        if y is None or k is None
+        else canonical_axis(k, y.dim() + 1, what="pmap out_axes", path=path)
+        for y, k, path in zip(outputs, axes, paths, strict=True)
+    )
+    weights = [
+        _row_weight(number, y, dim, row, problem.call.size)
+        if y is not None and _is_real(y)
+        else None
+        for number, (y, dim) in enumerate(zip(outputs, dims, strict=True))
+    ]
     gradients = problem.gradients(outputs, weights, leaves)
-    detached = [None if output is None else output.detach().clone() for output in outputs]
-    return _Row(structure, detached, dims, gradients)
+    detached = [None if y is None else y.detach().clone() for y in outputs]
+    return _Answer("serial", structure, detached, gradients, dims=dims)
 
 
 def _row_weight(
@@ -342,58 +318,66 @@ def _row_weight(
 # -- comparing -------------------------------------------------------------------------------------
 
 
-def _compare(compare: _Comparison, problem: _Problem, reference: _Answer, answer: _Answer) -> float:
+def _kind(value: torch.Tensor | None) -> str | None:
+    return None if value is None else kind_of(value.shape, value.dtype)
+
+
+def _compare(problem: _Problem, reference: _Answer, answer: _Answer) -> float:
+    """The largest difference; raises ``AssertionError`` if one is too large."""
+    name = problem.options.name
     if answer.structure != reference.structure:
         raise AssertionError(
-            f"check_pmap({compare.name}): the structure of the result differs: serial gives "
+            f"check_pmap({name}): the structure of the result differs: serial gives "
             f"{reference.structure} and {answer.way} gives {answer.structure}."
         )
-    largest = 0.0
-    paths = reference.structure.paths(f"the output of {compare.name}")
-    for path, expected, got in zip(paths, reference.outputs, answer.outputs, strict=True):
-        if expected is not None and got is not None:
-            largest = max(largest, compare(path, answer.way, expected, got))
+    paths = reference.structure.paths(f"the output of {name}")
+    pairs = [*zip(paths, reference.outputs, answer.outputs, strict=True)]
     if answer.gradients is not None and reference.gradients is not None:
-        for k in problem.differentiated:
-            path = f"the gradient to argument {problem.call.paths[k]}"
-            expected, got = reference.gradients[k], answer.gradients[k]
-            assert expected is not None
-            assert got is not None
-            largest = max(largest, compare(path, answer.way, expected, got))
+        paths = [
+            f"the gradient to argument {problem.call.paths[k]}" for k in problem.differentiated
+        ]
+        pairs += zip(paths, reference.gradients, answer.gradients, strict=True)
+    largest = 0.0
+    for path, expected, got in pairs:
+        kinds = _kind(expected), _kind(got)
+        if kinds[0] != kinds[1]:
+            raise AssertionError(
+                f"check_pmap({name}): {path} differs: serial gives {kinds[0]} and {answer.way} "
+                f"gives {kinds[1]}."
+            )
+        if expected is not None and got is not None and expected.numel():
+            where = f"check_pmap({name}): {path} differs", answer.way
+            largest = max(
+                largest, _distance(where, _host(expected), _host(got), *problem.tolerances)
+            )
     return largest
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    name: str
-    rtol: float | None
-    atol: float | None
-
-    def __call__(self, path: str, way: str, expected: torch.Tensor, got: torch.Tensor) -> float:
-        """The largest difference; raises if it is too large."""
-        expected, got = _host(expected), _host(got)
-        kinds = [kind_of(x.shape, x.dtype) for x in (expected, got)]
-        if kinds[0] != kinds[1]:
-            raise AssertionError(
-                f"check_pmap({self.name}): {path} differs: serial gives {kinds[0]} and {way} gives "
-                f"{kinds[1]}."
-            )
-        if not expected.numel():
-            return 0.0
-        rtol, atol = _TOLERANCES.get(expected.dtype, (0.0, 0.0))
-        if expected.dtype in _TOLERANCES:
-            rtol = rtol if self.rtol is None else self.rtol
-            atol = atol if self.atol is None else self.atol
-        distance = distances(got, expected)
-        excess = distance - (atol + rtol * wide(expected).abs().nan_to_num(0.0, 0.0))
-        worst = int(excess.argmax())
-        if excess.flatten()[worst] <= 0:
-            return float(distance.max())
-        index = tuple(int(k) for k in np.unravel_index(worst, expected.shape))
-        where = f" at index {index}" if index else ""
-        raise AssertionError(
-            f"check_pmap({self.name}): {path} differs{where}: serial gives "
-            f"{expected[index].item()!r} and {way} gives {got[index].item()!r} (difference "
-            f"{float(distance.flatten()[worst]):g}, allowed {atol:g} + {rtol:g} * |serial|); "
-            f"{int((excess > 0).sum())} of {expected.numel()} elements differ."
-        )
+def _distance(
+    where: tuple[str, str],
+    expected: torch.Tensor,
+    got: torch.Tensor,
+    rtol: float | None,
+    atol: float | None,
+) -> float:
+    """As ``torch.testing.assert_close``, whose text has not the two numbers, and which takes all
+    complex numbers with a NaN for equal.
+    """
+    usual = _TOLERANCES.get(expected.dtype)
+    allowed = [
+        0.0 if usual is None else default if given is None else given
+        for default, given in zip(usual or (0.0, 0.0), (rtol, atol), strict=True)
+    ]
+    distance = distances(got, expected)
+    excess = distance - (allowed[1] + allowed[0] * wide(expected).abs().nan_to_num(0.0, 0.0))
+    worst = int(excess.argmax())
+    if excess.flatten()[worst] <= 0:
+        return float(distance.max())
+    index = tuple(int(k) for k in np.unravel_index(worst, expected.shape))
+    at = f" at index {index}" if index else ""
+    raise AssertionError(
+        f"{where[0]}{at}: serial gives {expected[index].item()!r} and {where[1]} gives "
+        f"{got[index].item()!r} (difference {float(distance.flatten()[worst]):g}, allowed "
+        f"{allowed[1]:g} + {allowed[0]:g} * |serial|); {int((excess > 0).sum())} of "
+        f"{expected.numel()} elements differ."
+    )
