@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -148,6 +149,19 @@ def test_ranges_that_torch_ends_late(traced):
     f = tp.pmap(train, "i", in_axes=(None, None, 0), out_axes=None, compile=EAGER)
     tracks = traced(lambda: f(W, optimizer.init(W), X)[0].block_until_ready())
     assert named(tracks[DEVICES[0]], "Optimizer.step#Adam.step")
+
+
+def test_other_threads_have_lines_of_their_own(mapped, traced):
+    def beside():
+        thread = threading.Thread(target=lambda: mapped(W, X)[0].block_until_ready())
+        thread.start()
+        thread.join()
+
+    tracks = traced(beside)
+    (call,) = named(tracks["controller"], "call step")
+    lines = {e["tid"]: e["args"]["name"] for e in tracks["controller"] if "thread" in e["name"]}
+    assert lines[call["tid"]].startswith("thread ")
+    assert len(named(tracks[DEVICES[0]], "running step")) == 1
 
 
 def test_details_of_collectives(mapped, traced):
