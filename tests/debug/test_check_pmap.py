@@ -151,7 +151,7 @@ def test_without_gradients(x, options):
 
 def lanes_only():
     """Whether this is the vmapped way."""
-    return inline_mode.active()
+    return inline_mode.active() and not inline_mode.serial()
 
 
 class Faulty(torch.autograd.Function):

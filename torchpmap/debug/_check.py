@@ -11,6 +11,7 @@ function (it depends on something that it should not), or at a bug of one way.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,20 +23,13 @@ from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_a
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._base.torch_errors import is_limit_of_vmap
-from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.effects import distances, wide
-from torchpmap._trace.environment import parameters
-from torchpmap._trace.program import unequal_results
-from torchpmap._trace.transform_rules import TransformRules
 from torchpmap._transforms.arguments import Options, RowArguments, split_statics
 from torchpmap._transforms.call import Static
-from torchpmap._transforms.inline import keep_captured
 from torchpmap._transforms.pmap import Pmapped
 from torchpmap._transforms.row_preparation import RowPreparation
-from torchpmap._transforms.rows import run_rows
-from torchpmap.random._streams import peek_key, streams
 
 _TOLERANCES = {
     torch.float16: (1e-2, 1e-3),
@@ -82,7 +76,7 @@ class CheckReport:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one way computed; of the serial way, also what one row did."""
+    """What one way computed."""
 
     way: str
     structure: Structure
@@ -90,8 +84,6 @@ class _Answer:
     gradients: list[torch.Tensor] | None
     """To each leaf of ``_Problem.differentiated``; None if this way has none."""
     no_gradients_because: str = ""
-    dims: tuple[int | None, ...] = ()
-    """Of a row: where its outputs are stacked."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +100,14 @@ class _Problem:
     generator: torch.Tensor
     """State of torch's generator: random numbers are the same in every way."""
 
-    def leaves(self, row: int | None = None) -> list[Any]:
-        """The arguments, or those of a row, as copies that nothing else can write to."""
-        found = []
-        for k, (leaf, dim) in enumerate(zip(self.call.leaves, self.call.axes, strict=True)):
-            if isinstance(leaf, torch.Tensor):
-                own = leaf if row is None or dim is None else leaf.select(dim, row)
-                leaf = own.detach().clone().requires_grad_(k in self.differentiated)
-            found.append(leaf)
-        return found
+    def leaves(self) -> list[Any]:
+        """The arguments, as copies that nothing else can write to."""
+        return [
+            leaf.detach().clone().requires_grad_(k in self.differentiated)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for k, leaf in enumerate(self.call.leaves)
+        ]
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         values = [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
@@ -239,78 +230,55 @@ def _mapped(problem: _Problem, way: str) -> _Answer:
 
 def _weight(number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """The same numbers for output ``number`` in every way and every run."""
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+    drawn = np.random.default_rng(number).standard_normal(tuple(shape))
+    return torch.as_tensor(drawn).to(dtype)
 
 
 def _serial(problem: _Problem) -> _Answer:
+    """A serial call cannot be differentiated from outside, so gradients are taken in the rows."""
     options, call = problem.options, problem.call
-    rows = run_rows(
-        functools.partial(_serial_row, problem, peek_key()),
-        options.axis_name,
-        call.size,
-        parameters(problem.fun),
-    )
-    kinds = [f"{row.structure} of {list(map(_kind, row.outputs))}" for row in rows]
-    for number, found in enumerate(kinds):
-        if found != kinds[0]:
-            pair = ("row 0", kinds[0]), (f"row {number}", found)
-            raise ValueError(unequal_results(options.prefix, "rows", *pair))
-    outputs = [
-        parts[0] if dim is None else torch.stack(parts, dim)
-        for dim, *parts in zip(rows[0].dims, *(row.outputs for row in rows), strict=True)
-    ]
+    numbers = itertools.count()  # rows begin one after the other
+    gradients: dict[int, list[torch.Tensor]] = {}
+
+    def in_row(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        row = next(numbers)
+        leaves, _ = flatten(split_statics(options, args, kwargs))
+        for k in problem.differentiated:
+            leaves[k] = leaves[k].detach().requires_grad_()
+        # clones, because torch forbids the function to write to leaves that require grad
+        given = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+        args, kwargs = problem.arguments(given)
+        returned = fun(*args, **kwargs)
+        values, structure = flatten(returned)
+        outputs = [None if value is None else torch.as_tensor(value) for value in values]
+        axes = broadcast_axes(options.out_axes, returned, what="pmap out_axes", hint=OUT_AXES_HINT)
+        weights = [
+            _row_weight(number, y, axis, row, call.size) if y is not None and _is_real(y) else None
+            for number, (y, axis) in enumerate(zip(outputs, axes, strict=True))
+        ]
+        gradients[row] = problem.gradients(outputs, weights, leaves)
+        return structure.unflatten([None if y is None else y.detach() for y in outputs])
+
+    torch.default_generator.set_state(problem.generator)
+    args, kwargs = problem.arguments(problem.leaves())
+    mapped = Pmapped(functools.partial(in_row, problem.fun), options)  # its parameters are found
+    with inline_mode.chosen(True, serial=True):
+        outputs, structure = flatten(mapped(*args, **kwargs))
+    rows = [gradients[row] for row in range(call.size)]
     axes = [call.axes[k] for k in problem.differentiated]
-    gradients = [
+    whole = [
         torch.stack(parts).sum(0) if dim is None else torch.stack(parts, dim)
-        for dim, *parts in zip(axes, *(row.gradients or () for row in rows), strict=True)
+        for dim, *parts in zip(axes, *rows, strict=True)
     ]
-    return _Answer("serial", rows[0].structure, outputs, gradients)
-
-
-def _serial_row(problem: _Problem, key: torch.Tensor, row: int, axis: Axis) -> _Answer:
-    options = problem.options
-    leaves = problem.leaves(row)
-    # clones, because torch forbids the function to write to leaves that require grad
-    given = [
-        leaf
-        if leaf is None or isinstance(leaf, Static)
-        else leaf.clone()
-        if isinstance(leaf, torch.Tensor)
-        else host_tensor(leaf)
-        for leaf in leaves
-    ]
-    args, kwargs = problem.arguments(given)
-    random_numbers = streams(key, axis.index, options.randomness)
-    own = keep_captured([leaf for leaf in given if isinstance(leaf, torch.Tensor)])
-    with bind(axis), random_numbers, TransformRules(), own:
-        returned = problem.fun(*args, **kwargs)
-    values, structure = flatten(returned)
-    outputs = [None if value is None else torch.as_tensor(value) for value in values]
-    axes = broadcast_axes(options.out_axes, returned, what="pmap out_axes", hint=OUT_AXES_HINT)
-    paths = structure.paths(f"the output of {options.name}")
-    dims = tuple(
-        None
-        if y is None or k is None
-        else canonical_axis(k, y.dim() + 1, what="pmap out_axes", path=path)
-        for y, k, path in zip(outputs, axes, paths, strict=True)
-    )
-    weights = [
-        _row_weight(number, y, dim, row, problem.call.size)
-        if y is not None and _is_real(y)
-        else None
-        for number, (y, dim) in enumerate(zip(outputs, dims, strict=True))
-    ]
-    gradients = problem.gradients(outputs, weights, leaves)
-    detached = [None if y is None else y.detach().clone() for y in outputs]
-    return _Answer("serial", structure, detached, gradients, dims=dims)
+    return _Answer("serial", structure, [None if y is None else _host(y) for y in outputs], whole)
 
 
 def _row_weight(
-    number: int, output: torch.Tensor, dim: int | None, row: int, size: int
+    number: int, output: torch.Tensor, axis: int | None, row: int, size: int
 ) -> torch.Tensor:
-    if dim is None:  # each row accounts for an equal part of the one value (as in jax)
+    if axis is None:  # each row accounts for an equal part of the one value (as in jax)
         return _weight(number, output.shape, output.dtype) / size
+    dim = canonical_axis(axis, output.dim() + 1, what="pmap out_axes", path="the output")
     shape = [*output.shape[:dim], size, *output.shape[dim:]]
     return _weight(number, shape, output.dtype).select(dim, row)
 
