@@ -1,7 +1,7 @@
 """Spans of what the controller does.
 
-While a trace is taken, methods of this package are replaced by ones that also note the time.  So
-calls cost nothing more when none is taken.
+While a trace is taken, methods of this package are replaced by ones that are ranges in the record
+too.  So calls cost nothing more when none is taken.
 """
 
 from __future__ import annotations
