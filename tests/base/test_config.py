@@ -77,7 +77,7 @@ def test_bad_value(name, value, assigned):
     assert settings.snapshot() == before
 
 
-def test_assignment_beats_environment_and_reset_returns_to_it(monkeypatch):
+def test_assignment_beats_the_environment_which_is_read_late(monkeypatch):
     settings = Settings()
     monkeypatch.setenv("TORCHPMAP_NUM_DEVICES", "3")
     before = settings.snapshot()
@@ -90,11 +90,7 @@ def test_assignment_beats_environment_and_reset_returns_to_it(monkeypatch):
     assert settings.num_devices is None
     settings.reset()
     assert settings.snapshot() == Config(num_devices=3)
-
-
-def test_the_environment_is_read_late_and_the_runtime_again_after_a_change(monkeypatch):
-    settings = Settings()
-    assert not settings.is_inline
+    assert not settings.is_inline  # kept until a change
     monkeypatch.setenv("TORCHPMAP_RUNTIME", "inline")
     assert not settings.is_inline
     settings.reset()
@@ -114,6 +110,7 @@ def test_unknown_setting():
     with pytest.raises(AttributeError, match=text):
         _ = settings.devices
     assert {"num_devices", "reset"} <= set(dir(settings))
+    assert Settings.__annotations__ == Config.__annotations__
 
 
 def test_repr():

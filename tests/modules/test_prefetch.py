@@ -234,12 +234,16 @@ def test_it_is_not_for_mapped_functions():
 
 def test_leaving_a_loop_ends_its_thread_and_drops_its_batches():
     placed = Placed()
-    batches = tp.prefetch(Loader(10), put=placed.put)
-    for _ in batches:
-        assert wait_for(lambda: len(placed) == 3, WAIT_S)
-        break
+
+    def train():
+        for _ in tp.prefetch(Loader(10), put=placed.put):
+            assert wait_for(lambda: len(placed) == 3, WAIT_S)
+            raise ValueError("loss is NaN")
+
+    with pytest.raises(ValueError, match="loss is NaN") as raised:
+        train()
+    del raised
     assert threads() == []
-    del _
     gc.collect()
     assert [ref() for ref in placed] == [None] * 3
 
@@ -251,16 +255,6 @@ def test_a_batch_that_was_taken_is_not_kept():
         next(batches)
     assert wait_for(lambda: len(placed) == 4, WAIT_S)
     assert [ref() is None for ref in placed] == [True, True, True, False]
-
-
-def test_an_error_in_a_loop_ends_its_thread():
-    def train():
-        for _ in tp.prefetch(numbered(10)):
-            raise ValueError("loss is NaN")
-
-    with pytest.raises(ValueError, match="loss is NaN"):
-        train()
-    assert threads() == []
 
 
 def test_a_collected_iterator_ends_its_thread():
@@ -313,8 +307,11 @@ def test_a_loop_waits_until_the_one_before_left_the_loader():
 def test_ctrl_c_while_the_loop_waits():
     batches, gate = loading(3)
 
+    def innermost_frame():
+        return sys._current_frames()[threading.main_thread().ident].f_code.co_name
+
     def press():
-        assert wait_for(lambda: batches._feed._changed._waiters, WAIT_S)  # the loop waits
+        assert wait_for(lambda: innermost_frame() == "take", WAIT_S)  # the loop waits
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     presser = threading.Thread(target=press)
@@ -338,10 +335,10 @@ def test_devices_that_are_shut_down_meanwhile():
 
 
 def test_batches_of_devices_that_were_shut_down():
-    batches = iter(tp.prefetch(numbered(3)))
+    placed = Placed()
+    batches = iter(tp.prefetch(numbered(3), put=placed.put))
     next(batches)
-    (thread,) = threads()
-    assert wait_for(lambda: not thread.is_alive() or len(batches._feed._ready) == 2, WAIT_S)
+    assert wait_for(lambda: len(placed) == 3, WAIT_S)
     tp.shutdown()
     with pytest.raises(tp.RuntimeClosed):
         next(batches).tolist()

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -12,13 +13,11 @@ import torchpmap as tp
 from torchpmap._plan import lower
 from torchpmap._runtime.local.runtime import LocalRuntime
 from torchpmap._transforms.pmap import Pmapped
-from torchpmap.profiler._file import moved, nested
-from torchpmap.profiler._record import Operation
-from torchpmap.profiler._trace import ahead_of
+from torchpmap.profiler._trace import ahead_of, moved
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),
-    pytest.mark.skipif(LAGS, reason="operations run on a thread that is not recorded"),
+    pytest.mark.skipif(LAGS, reason="operations run on another thread than calls"),
 ]
 
 ROUNDED_US = 0.002
@@ -152,26 +151,17 @@ def test_ranges_that_torch_ends_late(traced):
     assert named(tracks[DEVICES[0]], "Optimizer.step#Adam.step")
 
 
-def test_overlapping_operations_are_cut():
-    def operation(name, begin_ns, end_ns, thread="torch"):
-        return Operation(name, "cpu_op", begin_ns, end_ns, thread, {})
+def test_other_threads_have_lines_of_their_own(mapped, traced):
+    def beside():
+        thread = threading.Thread(target=lambda: mapped(W, X)[0].block_until_ready())
+        thread.start()
+        thread.join()
 
-    given = [
-        operation("late", 0, 3000),
-        operation("outer", 2000, 90_000),
-        operation("early", 1000, 1500),
-        operation("rounded", 5000, 90_400),
-        operation("after", 90_000, 99_000),
-        operation("elsewhere", 500, 7000, "stream 7"),
-    ]
-    assert [(each.name, each.begin_ns, each.end_ns) for each in nested(given)] == [
-        ("late", 0, 2000),
-        ("elsewhere", 500, 7000),
-        ("early", 1000, 1500),
-        ("outer", 2000, 90_000),
-        ("rounded", 5000, 90_000),
-        ("after", 90_000, 99_000),
-    ]
+    tracks = traced(beside)
+    (call,) = named(tracks["controller"], "call step")
+    lines = {e["tid"]: e["args"]["name"] for e in tracks["controller"] if "thread" in e["name"]}
+    assert lines[call["tid"]].startswith("thread ")
+    assert len(named(tracks[DEVICES[0]], "running step")) == 1
 
 
 def test_details_of_collectives(mapped, traced):
@@ -360,8 +350,5 @@ def test_inside_a_mapped_function(traced):
 
 def test_clocks_of_hosts():
     assert ahead_of([1_000_500, 2_000_490, 3_900_000], [1_000_000, 2_000_000, 3_000_000]) == 500
-    events = [{"ph": "M", "name": "x", "pid": 9}, {"ph": "X", "ts": 7.0, "pid": 9}]
-    assert moved(events, 1, -0.5) == [
-        {"ph": "M", "name": "x", "pid": 1},
-        {"ph": "X", "ts": 6.5, "pid": 1},
-    ]
+    events = [{"ph": "M", "name": "x"}, {"ph": "X", "ts": 7000}]
+    assert moved(events, -500) == [{"ph": "M", "name": "x"}, {"ph": "X", "ts": 6500}]

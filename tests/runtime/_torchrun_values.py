@@ -92,7 +92,7 @@ def memory_of_this_process():
     return [[str(device)], stats.value_bytes - before[device]]
 
 
-# what runs on a lagging device's own thread is not seen by torch's profiler
+# what runs on a lagging device's own thread is in no call, so its axis is not known
 SEEN = 0 if LAGS else 1
 
 

@@ -85,7 +85,8 @@ shown = threading.Event()
 show = busy._Cell.show
 def noticed(cell, text):
     show(cell, text)
-    shown.set()
+    if text:
+        shown.set()
 busy._Cell.show = noticed
 
 def step(x):

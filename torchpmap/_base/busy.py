@@ -7,8 +7,6 @@ It is shown where it can vanish: on a terminal, or in the cell of a notebook.  O
 stands behind the cursor, which stays where the user's output has left it.  A thread draws the line;
 it lives as long as the outermost ``waiting``.  While the line is there, ``sys.stdout`` and
 ``sys.stderr`` erase it before they write.
-
-``TORCHPMAP_PROGRESS=0`` or ``tp.config.progress = False`` switches it off.
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from types import FrameType
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 from torchpmap._base.config import config
 from torchpmap._base.notebook import display_in_cell
@@ -30,13 +28,11 @@ _DELAY_S = 2.0
 _PERIOD_S = 0.5
 _JOIN_S = 1.0
 """How long to wait for the thread, which may be stuck in a terminal that takes no output."""
+_LINE = "\x1b7\x1b[?7l\x1b[K{}\x1b[?7h\x1b8"
+"""From the cursor on, instead of what is there; no line break, and the cursor returns."""
 
-_SAVE, _RESTORE = "\x1b7", "\x1b8"  # where the cursor is
-_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
-_ERASE = "\x1b[K"  # from the cursor to the end of the line
-
-_lock = threading.Lock()  # guards _ticker
-_ticker: _Ticker | None = None
+_lock = threading.Lock()  # guards _line
+_line: _Line | None = None
 _is_silent = False
 
 
@@ -46,109 +42,85 @@ def silence() -> None:
     _is_silent = True
 
 
-class waiting:
-    """A block in which the user waits; ``what`` says for what, and may be None for not saying."""
+@contextlib.contextmanager
+def waiting(what: str | Callable[[], str | None] | None) -> Iterator[None]:
+    """A block in which the user waits; ``what`` says for what, and may be None for not saying.
 
-    def __init__(self, what: str | Callable[[], str | None] | None) -> None:
-        self._what = what
-        self._ticker: _Ticker | None = None
-        self._begin = 0.0
-
-    def text(self) -> str | None:
-        """What to show now."""
-        what = self._what() if callable(self._what) else self._what
-        return what and f"torchpmap: {what}, {time.monotonic() - self._begin:.0f} s"
-
-    def __enter__(self) -> None:
-        global _ticker
-        self._begin = time.monotonic()
-        with _lock:
-            if _ticker is None or not _ticker.is_alive():
-                display = _display()
-                if display is None:
-                    return
-                _ticker = _Ticker(display, sys._getframe(1))
-            elif _ticker.owner != threading.get_ident():
-                return  # there is one line
-            self._ticker = _ticker
-            _ticker.stack.append(self)
-        if self._ticker.ident is None:
+    A generator: if Ctrl-C comes before Python enters the block, it is collected, which ends it.
+    """
+    global _line
+    with _lock:
+        if _line is None:
+            _line = _new_line()
+        line = _line
+    if line is None or line.owner != threading.get_ident():  # there is one line
+        yield
+        return
+    depth = len(line.stack)
+    try:
+        line.stack.append((what, time.monotonic()))
+        if line.ident is None:
             with contextlib.suppress(RuntimeError):  # there are too many threads
-                self._ticker.start()
-
-    def __exit__(self, *exception: Any) -> None:
-        ticker = self._ticker
-        if ticker is not None:
-            ticker.stack.remove(self)
-            if not ticker.stack:
-                ticker.end()
-
-
-class _Display(Protocol):
-    def show(self, text: str) -> None:
-        """Show a line in place of the last one."""
-
-    def close(self) -> None:
-        """Remove the line."""
+                line.start()
+        yield
+    finally:
+        del line.stack[depth:]
+        if not depth:
+            _line = None
+            line.end()
 
 
-class _Ticker(threading.Thread):
-    """Shows what the thread that made it waits for."""
+def _new_line() -> _Line | None:
+    """None where there is no place for one."""
+    try:
+        if _is_silent or not config.progress:
+            return None
+        display = display_in_cell()
+        if display is not None:
+            return _Line(_Cell(display).show)
+        fd = sys.stderr.fileno()
+        has_terminal = os.isatty(fd) and os.environ.get("TERM", "dumb") != "dumb"
+        is_in_front = has_terminal and os.tcgetpgrp(fd) == os.getpgrp()
+        return _Line(_Terminal(fd).show) if is_in_front else None
+    # stderr is None, closed, no file or no terminal of ours; or a variable is wrong, which is
+    # reported where a runtime starts
+    except (AttributeError, OSError, ValueError):
+        return None
 
-    def __init__(self, display: _Display, frame: FrameType) -> None:
+
+class _Line(threading.Thread):
+    """Shows what the thread that made it waits for; ``show("")`` removes the line."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
         context = contextvars.copy_context()  # says to a notebook which cell it is
         super().__init__(target=context.run, args=(self._tick,), name="torchpmap-busy", daemon=True)
         self.owner = threading.get_ident()
-        self.stack: list[waiting] = []
-        self._frame: FrameType | None = frame
-        self._display = display
+        self.stack: list[tuple[str | Callable[[], str | None] | None, float]] = []
+        self._show = show
         self._has_ended = threading.Event()
 
     def end(self) -> None:
         self._has_ended.set()
-        self._frame = None
         if self.ident is not None:
             self.join(_JOIN_S)
 
     def _tick(self) -> None:
-        # a display that fails has nothing to say
-        with contextlib.suppress(Exception), contextlib.closing(self._display):
-            pause = _DELAY_S
-            while not self._has_ended.wait(pause) and self._is_waiting():
-                pause = _PERIOD_S
-                stack = self.stack.copy()
-                text = stack[-1].text() if stack else None
-                if text is None:
-                    self._display.close()
-                else:
-                    self._display.show(" ".join(text.split()))
+        with contextlib.suppress(Exception):  # a display that fails has nothing to say
+            try:
+                pause = _DELAY_S
+                while not self._has_ended.wait(pause):
+                    pause = _PERIOD_S
+                    self._show(self._text())
+            finally:
+                self._show("")
 
-    def _is_waiting(self) -> bool:
-        """Whether the block still runs: Ctrl-C may come just before Python enters it."""
-        frame = sys._current_frames().get(self.owner)
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None
-
-
-def _display() -> _Display | None:
-    """Where to show the line, if anywhere."""
-    try:
-        is_wanted = config.progress and not _is_silent
-    except ValueError:  # a wrong environment variable is reported where a runtime starts
-        return None
-    if not is_wanted:
-        return None
-    display = display_in_cell()
-    if display is not None:
-        return _Cell(display)
-    try:
-        fd = sys.stderr.fileno()
-        has_terminal = os.isatty(fd) and os.environ.get("TERM", "dumb") != "dumb"
-        is_in_front = has_terminal and os.tcgetpgrp(fd) == os.getpgrp()
-    except (AttributeError, OSError, ValueError):  # None, closed, no file, no terminal of ours
-        return None
-    return _Terminal(fd) if is_in_front else None
+    def _text(self) -> str:
+        for what, begin in self.stack[-1:]:
+            text = what() if callable(what) else what
+            if text:
+                text = " ".join(text.split())
+                return f"torchpmap: {text}, {time.monotonic() - begin:.0f} s"
+        return ""
 
 
 class _Terminal:
@@ -163,46 +135,32 @@ class _Terminal:
 
     def show(self, text: str) -> None:
         with self._lock:
-            if not self._hooked:
-                self._hook()
-            room = os.get_terminal_size(self._fd).columns or 80
-            shown = "".join(letter for letter in text if letter.isprintable())[: room - 1]
-            self._write(f"{_SAVE}{_NO_WRAP}{_ERASE}{shown}{_WRAP}{_RESTORE}")
-            self._is_shown = True
-
-    def close(self) -> None:
-        with self._lock:
-            self._erase()
-            for stream, write in self._hooked:
+            self._draw(text)
+            for stream in (sys.stdout, sys.stderr) if text and not self._hooked else ():
+                with contextlib.suppress(Exception):  # no stream, or one that is not Python's own
+                    if stream.isatty() and "write" not in vars(stream):
+                        write = partial(self._erase_and_write, stream.write)
+                        stream.write = write  # type: ignore[method-assign]
+                        self._hooked.append((stream, write))
+            while self._hooked and not text:
+                stream, write = self._hooked.pop()
                 if vars(stream).get("write") is write:
                     del stream.write
-            self._hooked.clear()
 
-    def _erase(self) -> None:
-        if self._is_shown:
-            self._is_shown = False
-            self._write(_ERASE)
+    def _draw(self, text: str) -> None:
+        if text or self._is_shown:
+            self._is_shown = bool(text)
+            with contextlib.suppress(OSError):  # the terminal is gone
+                room = os.get_terminal_size(self._fd).columns or 80
+                line = _LINE.format("".join(filter(str.isprintable, text))[: room - 1])
+                os.write(self._fd, line.encode(sys.stderr.encoding or "ascii", "replace"))
 
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal is gone
-            os.write(self._fd, text.encode(sys.stderr.encoding or "ascii", "replace"))
-
-    def _hook(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # no stream, or one that is not Python's own
-                if stream.isatty() and "write" not in vars(stream):
-                    write = self._erasing(stream.write)
-                    stream.write = write  # type: ignore[method-assign]
-                    self._hooked.append((stream, write))
-
-    def _erasing(self, write: Callable[[str], int]) -> Callable[[str], int]:
-        def erase_and_write(text: str) -> int:
-            if os.getpid() == self._pid:  # in a forked child the lock may be held for ever
-                with self._lock:
-                    self._erase()
+    def _erase_and_write(self, write: Callable[[str], int], text: str) -> int:
+        if os.getpid() != self._pid:  # a forked child, where the lock may be held for ever
             return write(text)
-
-        return erase_and_write
+        with self._lock:
+            self._draw("")
+            return write(text)
 
 
 class _Cell:
@@ -214,11 +172,7 @@ class _Cell:
 
     def show(self, text: str) -> None:
         if self._handle is not None:
-            self._handle.update({"text/plain": text}, raw=True)
-            return
-        self._handle = self._display({"text/plain": text}, raw=True, display_id=True)
-
-    def close(self) -> None:
-        if self._handle is not None:
-            self._handle.update({"text/plain": "", "text/html": ""}, raw=True)
-            self._handle = None
+            data = {"text/plain": text} if text else {"text/plain": "", "text/html": ""}
+            self._handle.update(data, raw=True)
+        elif text:
+            self._handle = self._display({"text/plain": text}, raw=True, display_id=True)

@@ -1,31 +1,67 @@
 """Settings: the value assigned to ``tp.config``, else that of ``TORCHPMAP_*``, else the default.
 
-An assignment is checked at once, and applies at once (``timeout``: not to what already waits;
-``check_captured``: when a tensor is next sent; ``log_compiles`` and ``progress``: at the next
-trace; ``traceback``: when an exception is next raised; ``gathers``: at the next operation).  What
-the devices read when they start (``num_devices``, ``device_type``, ``warm``, ``shared_memory``, and
-``runtime`` but for "inline") cannot be assigned another value while they run.  Variables are read
-when the devices start, where a bad one is reported by name.
+An assignment is checked at once, and applies as docs/index.md says.  Variables are read when the
+devices start, where a bad one is reported by name.  A new setting is a field of ``Config``, a line
+in its docstring, and a name with its type in ``Settings``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from torchpmap._base.devices import PLATFORMS
 
 MAX_DEVICES = 256
-RUNTIMES = ("auto", "local", "torchrun", "inline")
-TRACEBACKS = ("folded", "full")
-GATHERS = ("allow", "warn", "raise")
 PATIENCE_S = 1800.0
 """How long processes wait for each other if no timeout is set."""
 _LONGEST_S = 1e9
 """A timeout that all clocks and locks of Python accept."""
+
+
+def _check_num_devices(name: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_DEVICES:
+        raise ValueError(f"{name} must be an int from 1 to {MAX_DEVICES}, but got {value!r}.")
+    return value
+
+
+def check_timeout(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value <= _LONGEST_S:
+        raise ValueError(
+            f"{name} must be a number of seconds above 0 (at most 1e9), but got {value!r}."
+        )
+    return float(value)
+
+
+def _check_flag(name: str, value: Any) -> bool:
+    if type(value) is not bool:
+        legal = "0 or 1" if name.isupper() else "True or False"
+        raise ValueError(f"{name} must be {legal}, but got {value!r}.")
+    return value
+
+
+def _setting(default: Any, check: Callable[[str, Any], Any], read: Callable[[str], Any]) -> Any:
+    """A field. ``check`` gets what to call it in an error, and a value; ``read`` turns the text of
+    its variable into a value.  Text that cannot be read goes to ``check`` as it is.
+    """
+    return field(default=default, metadata={"check": check, "read": read})
+
+
+def _flag(default: bool) -> Any:
+    return _setting(default, _check_flag, {"0": False, "1": True}.__getitem__)
+
+
+def _choice(default: str | None, values: Collection[str], legal: str) -> Any:
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in values:
+            raise ValueError(f"{name} must be {legal}, but got {value!r}.")
+        return str(value)
+
+    return _setting(default, check, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +95,25 @@ class Config:
             ``"allow"``, ``"warn"`` or ``"raise"``.
     """
 
-    num_devices: int | None = None
-    device_type: str | None = None
-    warm: bool = True
-    timeout: float | None = None
-    shared_memory: bool = True
-    runtime: str = "auto"
-    check_captured: bool = True
-    log_compiles: bool = False
-    progress: bool = True
-    traceback: str = "folded"
-    gathers: str = "allow"
+    num_devices: int | None = _setting(None, _check_num_devices, int)
+    device_type: str | None = _choice(None, PLATFORMS, " or ".join(map(repr, PLATFORMS)))
+    warm: bool = _flag(True)
+    timeout: float | None = _setting(None, check_timeout, float)
+    shared_memory: bool = _flag(True)
+    runtime: str = _choice(
+        "auto", ("auto", "local", "torchrun", "inline"), "'auto', 'local', 'torchrun' or 'inline'"
+    )
+    check_captured: bool = _flag(True)
+    log_compiles: bool = _flag(False)
+    progress: bool = _flag(True)
+    traceback: str = _choice("folded", ("folded", "full"), "'folded' or 'full'")
+    gathers: str = _choice("allow", ("allow", "warn", "raise"), "'allow', 'warn' or 'raise'")
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None or field.default is not None:
-                object.__setattr__(self, field.name, _CHECKS[field.name](field.name, value))
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None or each.default is not None:
+                object.__setattr__(self, each.name, each.metadata["check"](each.name, value))
 
     @property
     def patience(self) -> float:
@@ -85,14 +123,14 @@ class Config:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ, **settings: Any) -> Config:
         """Read the environment; keyword arguments win over it."""
-        values = {}
-        for field in fields(cls):
-            variable = f"TORCHPMAP_{field.name.upper()}"
-            if field.name in settings:
-                values[field.name] = settings[field.name]
-            elif text := environ.get(variable, "").strip():
-                values[field.name] = _CHECKS[field.name](variable, _parsed(field.name, text))
-        return cls(**values)
+        for each in fields(cls):
+            variable = f"TORCHPMAP_{each.name.upper()}"
+            value: Any = environ.get(variable, "").strip()
+            if value and each.name not in settings:
+                with contextlib.suppress(ValueError, KeyError):
+                    value = each.metadata["read"](value)
+                settings[each.name] = each.metadata["check"](variable, value)
+        return cls(**settings)
 
 
 class Settings:
@@ -120,16 +158,14 @@ class Settings:
     progress: bool
     traceback: str
     gathers: str
-    is_inline: bool
-    """Whether ``runtime`` is ``"inline"``; every call asks, so it is cached until an assignment or
-    ``reset``.
-    """
-
-    __slots__ = ("_listeners", "_set", "is_inline")
 
     def __init__(self) -> None:
-        object.__setattr__(self, "_set", {})
-        object.__setattr__(self, "_listeners", [])
+        self.__dict__.update(_set={}, _listeners=[])
+
+    @cached_property
+    def is_inline(self) -> bool:
+        """Whether ``runtime`` is ``"inline"``, as of the last change: every call asks."""
+        return bool(self.runtime == "inline")
 
     def listen(self, before: Callable[[str, Any], None], after: Callable[[], None]) -> None:
         """Have ``before`` called with the name and the value of every assignment, which it may
@@ -147,22 +183,16 @@ class Settings:
         self._changed()
 
     def _changed(self) -> None:
-        with contextlib.suppress(AttributeError):
-            object.__delattr__(self, "is_inline")
+        self.__dict__.pop("is_inline", None)
         for _, after in self._listeners:
             after()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "is_inline":  # its slot is empty
-            object.__setattr__(self, name, self.runtime == "inline")
-            return self.is_inline
-        if name not in _CHECKS:
-            raise AttributeError(_unknown(name))
+        _refuse_unknown(name)
         return getattr(self.snapshot(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _CHECKS:
-            raise AttributeError(_unknown(name))
+        _refuse_unknown(name)
         value = getattr(Config(**{name: value}), name)
         for before, _ in self._listeners:
             before(name, value)
@@ -170,90 +200,19 @@ class Settings:
         self._changed()
 
     def __dir__(self) -> list[str]:
-        return [*_CHECKS, "reset", "snapshot"]
+        return [*_NAMES, "reset", "snapshot"]
 
     def __repr__(self) -> str:
         return f"<torchpmap settings: {self.snapshot()}>"
 
 
-def _unknown(name: str) -> str:
-    return f"torchpmap.config has no setting {name!r}; settings are {', '.join(_CHECKS)}."
+_NAMES = [each.name for each in fields(Config)]
 
 
-def _parsed(name: str, text: str) -> Any:
-    """Turn the text of a variable into a value; return other text as it is, for the check."""
-    try:
-        match name:
-            case "num_devices":
-                return int(text)
-            case "warm" | "shared_memory" | "check_captured" | "log_compiles" | "progress":
-                return {"0": False, "1": True}[text]
-            case "timeout":
-                return float(text)
-    except (ValueError, KeyError):
-        pass
-    return text
+def _refuse_unknown(name: str) -> None:
+    if name not in _NAMES:
+        known = ", ".join(_NAMES)
+        raise AttributeError(f"torchpmap.config has no setting {name!r}; settings are {known}.")
 
-
-def _check_num_devices(name: str, value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= MAX_DEVICES:
-        raise ValueError(f"{name} must be an int from 1 to {MAX_DEVICES}, but got {value!r}.")
-    return value
-
-
-def _check_device_type(name: str, value: Any) -> str:
-    if type(value) is not str or value not in PLATFORMS:
-        legal = " or ".join(map(repr, PLATFORMS))
-        raise ValueError(f"{name} must be {legal}, but got {value!r}.")
-    return str(value)
-
-
-def _check_flag(name: str, value: Any) -> bool:
-    if type(value) is not bool:
-        legal = "0 or 1" if name.isupper() else "True or False"
-        raise ValueError(f"{name} must be {legal}, but got {value!r}.")
-    return value
-
-
-def check_timeout(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value <= _LONGEST_S:
-        raise ValueError(
-            f"{name} must be a number of seconds above 0 (at most 1e9), but got {value!r}."
-        )
-    return float(value)
-
-
-def _check_runtime(name: str, value: Any) -> str:
-    if value not in RUNTIMES:
-        legal = "'auto', 'local', 'torchrun' or 'inline'"
-        raise ValueError(f"{name} must be {legal}, but got {value!r}.")
-    return str(value)
-
-
-def _check_traceback(name: str, value: Any) -> str:
-    if value not in TRACEBACKS:
-        raise ValueError(f"{name} must be 'folded' or 'full', but got {value!r}.")
-    return str(value)
-
-
-def _check_gathers(name: str, value: Any) -> str:
-    if value not in GATHERS:
-        raise ValueError(f"{name} must be 'allow', 'warn' or 'raise', but got {value!r}.")
-    return str(value)
-
-
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "num_devices": _check_num_devices,
-    "device_type": _check_device_type,
-    "warm": _check_flag,
-    "timeout": check_timeout,
-    "shared_memory": _check_flag,
-    "runtime": _check_runtime,
-    "check_captured": _check_flag,
-    "log_compiles": _check_flag,
-    "progress": _check_flag,
-    "traceback": _check_traceback,
-    "gathers": _check_gathers,
-}
 
 config = Settings()

@@ -255,6 +255,14 @@ next_node_number = torch.autograd._get_sequence_nr
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
 """Whether ``torch.profiler`` records this thread; another one would end it without an error."""
 
+ALL_THREADS: Any = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+"""For ``torch.profiler.profile``."""
+
+profiled_range: Callable[[str], AbstractContextManager[None]] = (
+    torch._C._profiler._RecordFunctionFast
+)
+"""``record_function`` that is no operation, which modes and transforms would see."""
+
 
 AUTOGRAD: Any = torch.autograd
 BACKWARD = "_engine_run_backward"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -33,32 +34,56 @@ _COMPILER_S = 10.0
 
 
 def collect() -> Facts:
+    settings, wrong = _settings()
+    devices = _devices(settings)
+    command = cpp_compiler()
+    version = command and _answer(command, "--version").partition("\n")[0]
     return {
-        "versions": _versions(),
-        "machine": _machine(),
-        "settings": _settings(),
-        "devices": _devices(),
-        "compiler": _compiler(),
+        "versions": {
+            "torchpmap": _version("torchpmap") or "not installed",
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("numpy", "cloudpickle")},
+        },
+        "machine": {
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "is_linux": sys.platform == "linux",
+            "processor": _field("/proc/cpuinfo", "model name") or platform.processor(),
+            "cores": os.cpu_count(),
+            "usable_cores": usable_cores(),
+            **_memory(),
+        },
+        "settings": {"values": {} if wrong else asdict(settings), "error": wrong},
+        "devices": devices,
+        "compiler": {
+            "missing": missing_compiler(devices["kind"]),
+            "command": command,
+            "version": version,
+        },
         "cache": _cache(),
         "sharing": _sharing(),
         "network": _network(),
-        "environment": _environment(),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_PREFIXES) or name in _NAMES or name.endswith("VISIBLE_DEVICES")
+        },
     }
+
+
+def _answer(*command: str) -> str:
+    """What a program prints; nothing if it fails or does not end."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILER_S)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
 
 
 def is_first() -> bool:
     """Whether this process speaks for the job: of several, each has the same to say."""
     place = found_place()
     return place is None or place.rank == 0
-
-
-def _versions() -> dict[str, Any]:
-    return {
-        "torchpmap": _version("torchpmap") or "not installed",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        **{name: _version(name) for name in ("numpy", "cloudpickle")},
-    }
 
 
 def _version(name: str) -> str | None:
@@ -68,32 +93,16 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _machine() -> dict[str, Any]:
-    return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "is_linux": sys.platform == "linux",
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "usable_cores": usable_cores(),
-        **_memory(),
-    }
+def _field(path: str, name: str) -> str:
+    """Of a file of ``/proc``: what follows a name and a colon, where that comes first."""
+    found = re.search(rf"^{name}\s*: *(.*)$", _read(path), re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
-def _processor() -> str:
-    for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def _memory() -> dict[str, Any]:
+def _memory() -> dict[str, int | None]:
     """In bytes; what a container may use counts, if it is less than the host has."""
-    found = {}
-    for line in _read("/proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        if name in ("MemTotal", "MemAvailable"):
-            found[name] = int(rest.split()[0]) * 1024
-    total, available = found.get("MemTotal"), found.get("MemAvailable")
+    fields = (_field("/proc/meminfo", name) for name in ("MemTotal", "MemAvailable"))
+    total, available = (int(each.removesuffix(" kB")) * 1024 if each else None for each in fields)
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     if limit.isdecimal() and (total is None or int(limit) < total):
         total = int(limit)
@@ -102,80 +111,54 @@ def _memory() -> dict[str, Any]:
     return {"memory_bytes": total, "available_bytes": available}
 
 
-def _settings() -> dict[str, Any]:
+def _settings() -> tuple[Config, str | None]:
+    """Those of this process, and what is wrong with a variable."""
     try:
-        return {"values": asdict(config.snapshot()), "error": None}
+        return config.snapshot(), None
     except ValueError as error:
-        return {"values": {}, "error": str(error)}
+        return Config(), str(error)
 
 
-def _devices() -> dict[str, Any]:
-    kinds = {name: each.count() for name, each in PLATFORMS.items()}
-    try:
-        settings = config.snapshot()
-    except ValueError:
-        settings = Config()
+def _devices(settings: Config) -> dict[str, Any]:
     chosen = PLATFORMS[settings.device_type] if settings.device_type else default_platform()
     place = found_place() if settings.runtime in ("auto", "torchrun") else None
     return {
         "kind": chosen.name,
         "count": place.size if place else settings.num_devices or chosen.count(),
         "launcher": place.launcher if place else None,
-        "available": kinds,
+        "available": {name: each.count() for name, each in PLATFORMS.items()},
         "collectives": chosen.collectives,
         "is_built": {name: each.is_built() for name, each in PLATFORMS.items()},
         "has_nvidia_driver": Path("/proc/driver/nvidia/version").exists(),
     }
 
 
-def _compiler() -> dict[str, Any]:
-    missing = missing_compiler(_devices()["kind"])
-    command = cpp_compiler()
-    return {"missing": missing, "command": command, "version": _first_line(command)}
-
-
-def _first_line(command: str | None) -> str | None:
-    if command is None:
-        return None
-    try:
-        done = subprocess.run(
-            [command, "--version"], capture_output=True, text=True, timeout=_COMPILER_S
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"it does not run: {error}"
-    return done.stdout.partition("\n")[0]
-
-
 def _cache() -> dict[str, Any]:
     folder = Path(cache_folder())
     parent = folder if folder.exists() else folder.parent
-    owner = parent.stat().st_uid if folder.exists() else None
     return {
         "folder": str(folder),
         "exists": folder.exists(),
-        "is_ours": owner in (None, os.geteuid()),
+        "is_ours": not folder.exists() or folder.stat().st_uid == os.geteuid(),
         "is_writable": os.access(parent, os.W_OK),
         "free_bytes": shutil.disk_usage(parent).free if parent.exists() else None,
     }
 
 
 def _sharing() -> dict[str, Any]:
+    error = None
+    try:
+        os.close(os.memfd_create("torchpmap-doctor", os.MFD_CLOEXEC))
+    except (OSError, AttributeError) as problem:
+        error = str(problem)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
         "is_possible": is_able(),
-        "memfd_error": _memfd_error(),
+        "memfd_error": error,
         "open_files": soft,
         "open_files_at_most": hard,
         "temporary_folder": tempfile.gettempdir(),
     }
-
-
-def _memfd_error() -> str | None:
-    try:
-        os.close(os.memfd_create("torchpmap-doctor", os.MFD_CLOEXEC))
-    except (OSError, AttributeError) as error:
-        return str(error)
-    return None
 
 
 def _network() -> dict[str, Any]:
@@ -191,14 +174,6 @@ def _network() -> dict[str, Any]:
         "interfaces": [each for _, each in socket.if_nameindex()],
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
-    }
-
-
-def _environment() -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(_PREFIXES) or name in _NAMES or name.endswith("VISIBLE_DEVICES")
     }
 
 

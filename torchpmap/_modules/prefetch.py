@@ -2,10 +2,13 @@
 
 One thread per loop loads batches, places them, and hands them over:
 
-    loader --next--> thread --put--> _Feed (at most ``size`` batches wait) --take--> loop
+    loader --next--> thread --place--> _Feed._ready --> loop
+                       ^                              |
+                       +--------- _Feed._room <-------+      permits, ``size`` in all
 
-The thread knows the feed, but not the iterator that the loop has.  So the iterator is collected
-when the loop has dropped it, and then stops the thread.  At exit the thread is stopped too.
+The loop is a generator, which the thread does not know: left in whatever way, or collected, it
+stops the thread.  At exit the thread is stopped too.  A garbage collection may close the generator
+anywhere, also in the middle of a ``put``, which only a ``SimpleQueue`` allows.
 
 Under a launcher all processes must place values in the same order as they make calls, and when a
 thread is done with a batch depends on its speed.  There the thread only loads, and the loop places.
@@ -14,14 +17,14 @@ thread is done with a batch depends on its speed.  There the thread only loads, 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
+from itertools import islice
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 
@@ -118,7 +121,8 @@ class Prefetch(Generic[R]):
         self._loader = loader
         self._size = size
         self._put = put
-        self._last: _Feed | None = None
+        self._last: threading.Thread | None = None
+        """Of the loop that ended last; it may still load a batch."""
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -127,157 +131,117 @@ class Prefetch(Generic[R]):
     def __iter__(self) -> Iterator[R]:
         """Go through the loader once more; waits until a loop that was left has its last batch."""
         refuse_inside("prefetch")
-        if self._last is not None and self._last.stopped and self._last.thread is not None:
-            self._last.thread.join()
-        self._last = _Feed(self._size)
-        return _Batches(self._last, iter(self._loader), self._put)
+        if self._last is not None and self._last.is_alive():
+            self._last.join()
+        return _Batches(self._batches(iter(self._loader)))
+
+    def _batches(self, loader: Iterator[Any]) -> Generator[R]:
+        """A batch is in a list that it leaves: no variable keeps one that was taken."""
+        places_here = is_launched() or inline_mode.active()
+        batch = [self._place(each) for each in islice(loader, 1)]
+        if not batch:
+            return
+        feed = _Feed(
+            self._size, loader, _as_it_is if places_here else partial(self._place_on, runtime())
+        )
+        del loader
+        try:
+            feed.start()
+            yield batch.pop()
+            while batch := feed.take():
+                yield self._place(batch.pop()) if places_here else batch.pop()
+        finally:
+            self._last = feed.thread
+            feed.stop()
+
+    def _place_on(self, pool: Runtime, batch: Any) -> R:
+        if pool.closed:  # ``put`` would start new devices
+            raise RuntimeClosed("its devices were shut down while prefetch loaded batches for them")
+        return self._place(batch)
+
+    def _place(self, batch: Any) -> R:
+        try:
+            return self._put(batch)
+        except StopIteration as error:  # it would end the loop
+            raise RuntimeError("prefetch: put raised StopIteration") from error
 
 
 class _Batches(Iterator[R]):
     """One loop over the batches."""
 
-    def __init__(self, feed: _Feed, loader: Iterator[Any], put: Callable[[Any], R]) -> None:
-        self._feed = feed
-        self._loader: Iterator[Any] | None = loader
-        """None once the thread has it."""
-        self._put = put
-        self._places_here = is_launched() or inline_mode.active()
-        weakref.finalize(self, feed.stop).atexit = False  # ``start`` sees to that
+    def __init__(self, batches: Generator[R]) -> None:
+        self._batches = batches
 
     @boundary
     def __next__(self) -> R:
-        if self._feed.is_forked():
-            raise RuntimeError(
-                "a loop over torchpmap.prefetch cannot go on in a forked process. Begin it there."
-            )
-        if self._feed.stopped:
-            raise StopIteration
-        try:
-            if self._loader is not None:
-                return self._first(self._loader)
-            batch = self._feed.take()
-            return _placed(self._put, batch) if self._places_here else batch
-        except BaseException:  # the loop is over, also by Ctrl-C, as a generator would be
-            self._loader = None
-            self._feed.stop()
-            raise
-
-    def _first(self, loader: Iterator[Any]) -> R:
-        """The first batch; starts the thread that loads the others."""
-        batch = _placed(self._put, next(loader))
-        self._loader = None
-        if self._places_here:
-            self._feed.start(loader, None)
-        else:
-            self._feed.start(loader, _Placing(self._put, runtime()))
-        return batch
-
-
-class _Last(NamedTuple):
-    """Comes after the last batch."""
-
-    error: BaseException
-    """What the loader raised: ``StopIteration``, if all went well."""
+        return next(self._batches)
 
 
 class _Feed:
     """The batches that wait for a loop, and the thread that loads them."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._changed = threading.Condition()  # its lock is reentrant: finalizers may call stop
-        self._ready: deque[Any] = deque()  # guarded by _changed
-        self.stopped = False  # set once, under _changed
-        self.thread: threading.Thread | None = None
+    def __init__(self, size: int, loader: Iterator[Any], place: Callable[[Any], Any]) -> None:
+        self._ready: SimpleQueue[list[Any] | BaseException] = SimpleQueue()  # [batch]; []: the end
+        self._room: SimpleQueue[bool] = SimpleQueue()  # permits to load one; False: not to go on
+        for _ in range(size):
+            self._room.put(True)
         self._pid = os.getpid()
-
-    def start(self, loader: Iterator[Any], place: Callable[[Any], Any] | None) -> None:
         self.thread = threading.Thread(
             target=self._run,
             args=(loader, place, torch.is_grad_enabled()),
             name="torchpmap-prefetch",
             daemon=True,  # a loader that hangs must not keep Python from ending
         )
+
+    def start(self) -> None:
         self.thread.start()
         # later than the pool's own, so it runs before the devices are shut down
         atexit.register(self.stop)
 
-    def is_forked(self) -> bool:
-        """Whether this is a copy in a forked process, where the thread does not run."""
-        return os.getpid() != self._pid
-
-    def take(self) -> Any:
+    def take(self) -> list[Any]:
         """The next batch; raises what the loader raised."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready)
-            batch = self._ready.popleft()
-            self._changed.notify()
-        if not isinstance(batch, _Last):
-            return batch
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "a loop over torchpmap.prefetch cannot go on in a forked process. Begin it there."
+            )
+        found = self._ready.get()
+        self._room.put(True)
+        if isinstance(found, list):
+            return found
         try:
-            raise batch.error
+            raise found
         finally:
-            del batch  # its traceback has this frame
+            del found  # its traceback has this frame
 
     def stop(self) -> None:
         """Drop all batches, and end the thread, which is not waited for if it takes long to load
         one.
         """
-        if self.is_forked():
-            return  # the thread is not here, and may have held the lock
+        if os.getpid() != self._pid:
+            return  # the thread is not here
         atexit.unregister(self.stop)
-        with self._changed:
-            self.stopped = True
-            self._ready.clear()
-            self._changed.notify_all()
-        if self.thread is not None and self.thread is not threading.current_thread():
+        _empty(self._room)
+        self._room.put(False)
+        if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(_END_S)
+        _empty(self._ready)
 
-    def _run(
-        self, loader: Iterator[Any], place: Callable[[Any], Any] | None, grad_enabled: bool
-    ) -> None:
+    def _run(self, loader: Iterator[Any], place: Callable[[Any], Any], grad_enabled: bool) -> None:
         with torch.set_grad_enabled(grad_enabled):  # each thread has a setting of its own
             try:
-                while self._has_room():
-                    self._hand_over(next(loader), place)
+                while self._room.get():
+                    self._ready.put([place(next(loader))])  # no variable keeps the batch
             except StopIteration:
-                self._add(_Last(StopIteration()))  # the traceback would keep the loader
+                self._ready.put([])
             except BaseException as error:
-                self._add(_Last(error))
-
-    def _has_room(self) -> bool:
-        """Waits for it; False if the loop has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.stopped or len(self._ready) < self._size)
-            return not self.stopped
-
-    def _hand_over(self, batch: Any, place: Callable[[Any], Any] | None) -> None:
-        """A function of its own: no variable keeps the batch while the thread waits."""
-        if not self.stopped:
-            self._add(batch if place is None else place(batch))
-
-    def _add(self, batch: Any) -> None:
-        with self._changed:
-            if not self.stopped:
-                self._ready.append(batch)
-                self._changed.notify()
+                self._ready.put(error)
 
 
-@dataclass(frozen=True)
-class _Placing:
-    """Puts batches on the devices that were there when the loop began."""
-
-    put: Callable[[Any], Any]
-    pool: Runtime
-
-    def __call__(self, batch: Any) -> Any:
-        if self.pool.closed:  # ``put`` would start new devices
-            raise RuntimeClosed("its devices were shut down while prefetch loaded batches for them")
-        return _placed(self.put, batch)
+def _as_it_is(batch: T) -> T:
+    return batch
 
 
-def _placed(put: Callable[[Any], R], batch: Any) -> R:
-    try:
-        return put(batch)
-    except StopIteration as error:  # it would end the loop
-        raise RuntimeError("prefetch: put raised StopIteration") from error
+def _empty(queue: SimpleQueue[Any]) -> None:
+    with contextlib.suppress(Empty):
+        while True:
+            queue.get_nowait()

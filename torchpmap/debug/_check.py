@@ -11,6 +11,7 @@ function (it depends on something that it should not), or at a bug of one way.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,20 +23,13 @@ from torchpmap._base.axis_spec import OUT_AXES_HINT, broadcast_axes, canonical_a
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._base.torch_errors import is_limit_of_vmap
-from torchpmap._layout.axis_stack import Axis, bind
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.effects import distances, wide
-from torchpmap._trace.environment import parameters
-from torchpmap._trace.program import unequal_results
-from torchpmap._trace.transform_rules import TransformRules
 from torchpmap._transforms.arguments import Options, RowArguments, split_statics
 from torchpmap._transforms.call import Static
-from torchpmap._transforms.inline import keep_captured
 from torchpmap._transforms.pmap import Pmapped
 from torchpmap._transforms.row_preparation import RowPreparation
-from torchpmap._transforms.rows import run_rows
-from torchpmap.random._streams import peek_key, streams
 
 _TOLERANCES = {
     torch.float16: (1e-2, 1e-3),
@@ -87,8 +81,8 @@ class _Answer:
     way: str
     structure: Structure
     outputs: list[torch.Tensor | None]
-    gradients: list[torch.Tensor | None] | None
-    """Per leaf of the arguments; None if this way has none."""
+    gradients: list[torch.Tensor] | None
+    """To each leaf of ``_Problem.differentiated``; None if this way has none."""
     no_gradients_because: str = ""
 
 
@@ -101,16 +95,18 @@ class _Problem:
     call: RowArguments
     differentiated: tuple[int, ...]
     """Leaves that gradients are taken to."""
+    tolerances: tuple[float | None, float | None]
+    """(rtol, atol), None: those of the dtype."""
     generator: torch.Tensor
     """State of torch's generator: random numbers are the same in every way."""
 
     def leaves(self) -> list[Any]:
         """The arguments, as copies that nothing else can write to."""
         return [
-            leaf.detach().clone().requires_grad_(position in self.differentiated)
+            leaf.detach().clone().requires_grad_(k in self.differentiated)
             if isinstance(leaf, torch.Tensor)
             else leaf
-            for position, leaf in enumerate(self.call.leaves)
+            for k, leaf in enumerate(self.call.leaves)
         ]
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -120,26 +116,24 @@ class _Problem:
 
     def gradients(
         self, outputs: Sequence[Any], weights: Sequence[torch.Tensor | None], leaves: Sequence[Any]
-    ) -> list[torch.Tensor | None]:
+    ) -> list[torch.Tensor]:
         """Gradients of the weighted sum of all floating-point outputs."""
-        pairs = [
+        weighted = [
             (output, weight)
             for output, weight in zip(outputs, weights, strict=True)
             if weight is not None and output.requires_grad
         ]
-        inputs = [leaves[position] for position in self.differentiated]
-        found: list[torch.Tensor | None] = [None] * len(leaves)
-        given: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        if pairs:
-            given = torch.autograd.grad(
-                [output for output, _ in pairs],
+        inputs = [leaves[k] for k in self.differentiated]
+        if not weighted or not inputs:
+            return [torch.zeros_like(x) for x in inputs]
+        return list(
+            torch.autograd.grad(
+                [output for output, _ in weighted],
                 inputs,
-                [weight for _, weight in pairs],
-                allow_unused=True,
+                [weight for _, weight in weighted],
+                materialize_grads=True,
             )
-        for position, grad in zip(self.differentiated, given, strict=True):
-            found[position] = torch.zeros_like(leaves[position]) if grad is None else grad
-        return found
+        )
 
 
 def check(
@@ -151,7 +145,7 @@ def check(
     gradients: bool,
 ) -> CheckReport:
     """Compute in three ways and compare; raises ``AssertionError`` where they differ."""
-    problem = _problem(fun, options, args, gradients)
+    problem = _problem(fun, options, args, gradients, (rtol, atol))
     reference = _serial(problem)
     answers, skipped = [reference], []
     try:
@@ -166,10 +160,7 @@ def check(
     answers.append(pmapped)
     if problem.differentiated and pmapped.gradients is None:
         skipped.append(("the gradients of pmapped", pmapped.no_gradients_because))
-    largest = 0.0
-    compare = _Comparison(options.name, rtol, atol)
-    for answer in answers[1:]:
-        largest = max(largest, _compare(compare, problem, reference, answer))
+    largest = max(_compare(problem, reference, answer) for answer in answers[1:])
     return CheckReport(
         options.name,
         sum(output is not None for output in reference.outputs),
@@ -182,7 +173,11 @@ def check(
 
 
 def _problem(
-    fun: Callable[..., Any], options: Options, args: tuple[Any, ...], gradients: bool
+    fun: Callable[..., Any],
+    options: Options,
+    args: tuple[Any, ...],
+    gradients: bool,
+    tolerances: tuple[float | None, float | None],
 ) -> _Problem:
     call = RowPreparation(fun, options).arguments_of(*split_statics(options, args, {}))
     leaves = [
@@ -196,6 +191,7 @@ def _problem(
         options,
         replace(call, leaves=leaves),
         tuple(floating if gradients else ()),
+        tolerances,
         torch.default_generator.get_state(),
     )
 
@@ -234,107 +230,55 @@ def _mapped(problem: _Problem, way: str) -> _Answer:
 
 def _weight(number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """The same numbers for output ``number`` in every way and every run."""
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
-
-
-@dataclass(frozen=True)
-class _Row:
-    structure: Structure
-    outputs: list[torch.Tensor | None]
-    dims: list[int | None]
-    gradients: list[torch.Tensor | None]
-
-    def kinds(self) -> str:
-        kinds = [None if y is None else kind_of(y.shape, y.dtype) for y in self.outputs]
-        return f"{self.structure} of {kinds}"
+    drawn = np.random.default_rng(number).standard_normal(tuple(shape))
+    return torch.as_tensor(drawn).to(dtype)
 
 
 def _serial(problem: _Problem) -> _Answer:
+    """A serial call cannot be differentiated from outside, so gradients are taken in the rows."""
     options, call = problem.options, problem.call
-    rows = run_rows(
-        functools.partial(_serial_row, problem, peek_key()),
-        options.axis_name,
-        call.size,
-        parameters(problem.fun),
-    )
-    kinds = [row.kinds() for row in rows]
-    for number, found in enumerate(kinds):
-        if found != kinds[0]:
-            raise ValueError(
-                unequal_results(
-                    options.prefix, "rows", ("row 0", kinds[0]), (f"row {number}", found)
-                )
-            )
-    outputs = [
-        _joined([row.outputs[k] for row in rows], dim, lambda parts: parts[0])
-        for k, dim in enumerate(rows[0].dims)
-    ]
-    gradients = [
-        _joined([row.gradients[k] for row in rows], axis, lambda parts: torch.stack(parts).sum(0))
-        for k, axis in enumerate(call.axes)
-    ]
-    return _Answer("serial", rows[0].structure, outputs, gradients)
+    numbers = itertools.count()  # rows begin one after the other
+    gradients: dict[int, list[torch.Tensor]] = {}
 
+    def in_row(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        row = next(numbers)
+        leaves, _ = flatten(split_statics(options, args, kwargs))
+        for k in problem.differentiated:
+            leaves[k] = leaves[k].detach().requires_grad_()
+        # clones, because torch forbids the function to write to leaves that require grad
+        given = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+        args, kwargs = problem.arguments(given)
+        returned = fun(*args, **kwargs)
+        values, structure = flatten(returned)
+        outputs = [None if value is None else torch.as_tensor(value) for value in values]
+        axes = broadcast_axes(options.out_axes, returned, what="pmap out_axes", hint=OUT_AXES_HINT)
+        weights = [
+            _row_weight(number, y, axis, row, call.size) if y is not None and _is_real(y) else None
+            for number, (y, axis) in enumerate(zip(outputs, axes, strict=True))
+        ]
+        gradients[row] = problem.gradients(outputs, weights, leaves)
+        return structure.unflatten([None if y is None else y.detach() for y in outputs])
 
-def _joined(
-    parts: list[torch.Tensor | None], dim: int | None, join: Callable[[list[Any]], torch.Tensor]
-) -> torch.Tensor | None:
-    if parts[0] is None:
-        return None
-    return join(parts) if dim is None else torch.stack([p for p in parts if p is not None], dim)
-
-
-def _serial_row(problem: _Problem, key: torch.Tensor, row: int, axis: Axis) -> _Row:
-    options, call = problem.options, problem.call
-    leaves = [
-        leaf.detach().select(dim, row).clone().requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, torch.Tensor) and dim is not None
-        else leaf
-        for leaf, dim in zip(problem.leaves(), call.axes, strict=True)
+    torch.default_generator.set_state(problem.generator)
+    args, kwargs = problem.arguments(problem.leaves())
+    mapped = Pmapped(functools.partial(in_row, problem.fun), options)  # its parameters are found
+    with inline_mode.chosen(True, serial=True):
+        outputs, structure = flatten(mapped(*args, **kwargs))
+    rows = [gradients[row] for row in range(call.size)]
+    axes = [call.axes[k] for k in problem.differentiated]
+    whole = [
+        torch.stack(parts).sum(0) if dim is None else torch.stack(parts, dim)
+        for dim, *parts in zip(axes, *rows, strict=True)
     ]
-    # clones, because torch forbids the function to write to leaves that require grad
-    given = [
-        leaf.clone()
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        if leaf is None or isinstance(leaf, Static)
-        else host_tensor(leaf)
-        for leaf in leaves
-    ]
-    args, kwargs = problem.arguments(given)
-    random_numbers = streams(key, axis.index, options.randomness)
-    with (
-        bind(axis),
-        random_numbers,
-        TransformRules(),
-        keep_captured([leaf for leaf in given if isinstance(leaf, torch.Tensor)]),
-    ):
-        returned = problem.fun(*args, **kwargs)
-    values, structure = flatten(returned)
-    outputs = [None if value is None else torch.as_tensor(value) for value in values]
-    axes = broadcast_axes(options.out_axes, returned, what="pmap out_axes", hint=OUT_AXES_HINT)
-    dims: list[int | None] = []
-    weights: list[torch.Tensor | None] = []
-    for number, (output, out_axis) in enumerate(zip(outputs, axes, strict=True)):
-        dim, weight = None, None
-        if output is not None and out_axis is not None:
-            path = structure.paths(f"the output of {options.name}")[number]
-            dim = canonical_axis(out_axis, output.dim() + 1, what="pmap out_axes", path=path)
-        if output is not None and output.is_floating_point():
-            weight = _row_weight(number, output, dim, row, call.size)
-        dims.append(dim)
-        weights.append(weight)
-    gradients = problem.gradients(outputs, weights, leaves)
-    detached = [None if output is None else output.detach().clone() for output in outputs]
-    return _Row(structure, detached, dims, gradients)
+    return _Answer("serial", structure, [None if y is None else _host(y) for y in outputs], whole)
 
 
 def _row_weight(
-    number: int, output: torch.Tensor, dim: int | None, row: int, size: int
+    number: int, output: torch.Tensor, axis: int | None, row: int, size: int
 ) -> torch.Tensor:
-    if dim is None:  # each row accounts for an equal part of the one value (as in jax)
+    if axis is None:  # each row accounts for an equal part of the one value (as in jax)
         return _weight(number, output.shape, output.dtype) / size
+    dim = canonical_axis(axis, output.dim() + 1, what="pmap out_axes", path="the output")
     shape = [*output.shape[:dim], size, *output.shape[dim:]]
     return _weight(number, shape, output.dtype).select(dim, row)
 
@@ -342,58 +286,66 @@ def _row_weight(
 # -- comparing -------------------------------------------------------------------------------------
 
 
-def _compare(compare: _Comparison, problem: _Problem, reference: _Answer, answer: _Answer) -> float:
+def _kind(value: torch.Tensor | None) -> str | None:
+    return None if value is None else kind_of(value.shape, value.dtype)
+
+
+def _compare(problem: _Problem, reference: _Answer, answer: _Answer) -> float:
+    """The largest difference; raises ``AssertionError`` if one is too large."""
+    name = problem.options.name
     if answer.structure != reference.structure:
         raise AssertionError(
-            f"check_pmap({compare.name}): the structure of the result differs: serial gives "
+            f"check_pmap({name}): the structure of the result differs: serial gives "
             f"{reference.structure} and {answer.way} gives {answer.structure}."
         )
-    largest = 0.0
-    paths = reference.structure.paths(f"the output of {compare.name}")
-    for path, expected, got in zip(paths, reference.outputs, answer.outputs, strict=True):
-        if expected is not None and got is not None:
-            largest = max(largest, compare(path, answer.way, expected, got))
+    paths = reference.structure.paths(f"the output of {name}")
+    pairs = [*zip(paths, reference.outputs, answer.outputs, strict=True)]
     if answer.gradients is not None and reference.gradients is not None:
-        for k in problem.differentiated:
-            path = f"the gradient to argument {problem.call.paths[k]}"
-            expected, got = reference.gradients[k], answer.gradients[k]
-            assert expected is not None
-            assert got is not None
-            largest = max(largest, compare(path, answer.way, expected, got))
+        paths = [
+            f"the gradient to argument {problem.call.paths[k]}" for k in problem.differentiated
+        ]
+        pairs += zip(paths, reference.gradients, answer.gradients, strict=True)
+    largest = 0.0
+    for path, expected, got in pairs:
+        kinds = _kind(expected), _kind(got)
+        if kinds[0] != kinds[1]:
+            raise AssertionError(
+                f"check_pmap({name}): {path} differs: serial gives {kinds[0]} and {answer.way} "
+                f"gives {kinds[1]}."
+            )
+        if expected is not None and got is not None and expected.numel():
+            where = f"check_pmap({name}): {path} differs", answer.way
+            largest = max(
+                largest, _distance(where, _host(expected), _host(got), *problem.tolerances)
+            )
     return largest
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    name: str
-    rtol: float | None
-    atol: float | None
-
-    def __call__(self, path: str, way: str, expected: torch.Tensor, got: torch.Tensor) -> float:
-        """The largest difference; raises if it is too large."""
-        expected, got = _host(expected), _host(got)
-        kinds = [kind_of(x.shape, x.dtype) for x in (expected, got)]
-        if kinds[0] != kinds[1]:
-            raise AssertionError(
-                f"check_pmap({self.name}): {path} differs: serial gives {kinds[0]} and {way} gives "
-                f"{kinds[1]}."
-            )
-        if not expected.numel():
-            return 0.0
-        rtol, atol = _TOLERANCES.get(expected.dtype, (0.0, 0.0))
-        if expected.dtype in _TOLERANCES:
-            rtol = rtol if self.rtol is None else self.rtol
-            atol = atol if self.atol is None else self.atol
-        distance = distances(got, expected)
-        excess = distance - (atol + rtol * wide(expected).abs().nan_to_num(0.0, 0.0))
-        worst = int(excess.argmax())
-        if excess.flatten()[worst] <= 0:
-            return float(distance.max())
-        index = tuple(int(k) for k in np.unravel_index(worst, expected.shape))
-        where = f" at index {index}" if index else ""
-        raise AssertionError(
-            f"check_pmap({self.name}): {path} differs{where}: serial gives "
-            f"{expected[index].item()!r} and {way} gives {got[index].item()!r} (difference "
-            f"{float(distance.flatten()[worst]):g}, allowed {atol:g} + {rtol:g} * |serial|); "
-            f"{int((excess > 0).sum())} of {expected.numel()} elements differ."
-        )
+def _distance(
+    where: tuple[str, str],
+    expected: torch.Tensor,
+    got: torch.Tensor,
+    rtol: float | None,
+    atol: float | None,
+) -> float:
+    """As ``torch.testing.assert_close``, whose text has not the two numbers, and which takes all
+    complex numbers with a NaN for equal.
+    """
+    usual = _TOLERANCES.get(expected.dtype)
+    allowed = [
+        0.0 if usual is None else default if given is None else given
+        for default, given in zip(usual or (0.0, 0.0), (rtol, atol), strict=True)
+    ]
+    distance = distances(got, expected)
+    excess = distance - (allowed[1] + allowed[0] * wide(expected).abs().nan_to_num(0.0, 0.0))
+    worst = int(excess.argmax())
+    if excess.flatten()[worst] <= 0:
+        return float(distance.max())
+    index = tuple(int(k) for k in np.unravel_index(worst, expected.shape))
+    at = f" at index {index}" if index else ""
+    raise AssertionError(
+        f"{where[0]}{at}: serial gives {expected[index].item()!r} and {where[1]} gives "
+        f"{got[index].item()!r} (difference {float(distance.flatten()[worst]):g}, allowed "
+        f"{allowed[1]:g} + {allowed[0]:g} * |serial|); {int((excess > 0).sum())} of "
+        f"{expected.numel()} elements differ."
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -45,22 +44,14 @@ class MemoryStats:
         return f"{text}, {size_text(self.reserved_bytes)} reserved on the device"
 
 
-class _Sizes(NamedTuple):
-    value_bytes: int
-    process_bytes: int
-    shared_bytes: int
-    reserved_bytes: int
-
-
 class _HowMuch:
-    def answer(self, rank: Rank) -> _Sizes:
-        resident = int(Path("/proc/self/statm").read_text().split()[1])
+    def answer(self, rank: Rank) -> tuple[int, int, int, int]:
+        """The fields of ``MemoryStats``, in bytes."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
         is_cpu = rank.index.device.type == "cpu"
         reserved = 0 if is_cpu else torch.accelerator.memory_reserved(rank.index.device)
         usage = rank.usage()
-        return _Sizes(
-            usage.value_bytes, resident * os.sysconf("SC_PAGE_SIZE"), usage.shared_bytes, reserved
-        )
+        return usage.value_bytes, pages * os.sysconf("SC_PAGE_SIZE"), usage.shared_bytes, reserved
 
 
 @boundary

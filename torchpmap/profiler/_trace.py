@@ -20,7 +20,6 @@ from torchpmap._base.data import not_ours, packed, unpacked
 from torchpmap._base.devices import Device
 from torchpmap._base.torch_internals import is_profiled
 from torchpmap._runtime import inline_mode, wire
-from torchpmap._runtime.base import Runtime
 from torchpmap._runtime.current import (
     devices,
     is_launched,
@@ -32,8 +31,8 @@ from torchpmap._runtime.current import (
 )
 from torchpmap._runtime.everywhere import ask_devices
 from torchpmap._runtime.task import Handler, Rank
-from torchpmap.profiler._file import Event, events_of, moved, write
-from torchpmap.profiler._record import Recorded, Recorder
+from torchpmap.profiler._file import events_of, write
+from torchpmap.profiler._record import Event, Recorded, Recorder
 from torchpmap.profiler._watch import watching
 
 _WHAT = "torchpmap.profiler.trace"
@@ -88,15 +87,11 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[Path]:
             "End its block first."
         )
     try:
-        taken = _Launched(folder) if _has_several_processes() else _Here(folder)
-        with taken.recorded():
-            yield taken.path
+        is_job = not inline_mode.active() and is_launched()
+        with _of_job(folder) if is_job else _of_devices(folder) as path:
+            yield path
     finally:
         _running.release()
-
-
-def _has_several_processes() -> bool:
-    return not inline_mode.active() and is_launched()
 
 
 def _new_path(folder: str | os.PathLike[str]) -> Path:
@@ -124,119 +119,99 @@ def _about() -> dict[str, Any]:
     return {"torch": torch.__version__, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
 
 
-class _Here:
-    """A trace by the only controller."""
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.path = _new_path(folder)
-        self._start_ns = time.time_ns()
-        self._devices = [] if inline_mode.active() else local_devices()
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        running = runtime() if self._devices else None
-        recorder = _started(torch.device("cpu"))
-        try:
-            if running is not None:
-                ask_devices(_WHAT, _Start())
-            with watching(recorder, running):
-                yield
-        except BaseException:
-            self._end(recorder, running)
-            raise
-        self._end(recorder, running)
-
-    def _end(self, recorder: Recorder, running: Runtime | None) -> None:
-        theirs: dict[Device, Recorded | None] = dict.fromkeys(self._devices)
+@contextmanager
+def _of_devices(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """By the only controller."""
+    path = _new_path(folder)
+    held = [] if inline_mode.active() else local_devices()
+    running = runtime() if held else None
+    recorder = _started(torch.device("cpu"))
+    tracks: dict[str, Recorded | None] = dict.fromkeys(["controller", *map(str, held)])
+    try:
+        if running is not None:
+            ask_devices(_WHAT, _Start())
+        with watching(recorder, running):
+            yield path
+    finally:
         try:
             if running is not None and not running.closed:
-                theirs = self._stopped()
-        except BaseException:
-            recorder.cancel()
+                tracks |= {str(device): theirs for device, theirs in _stopped().items()}
+        finally:
+            mine = tracks["controller"] = recorder.stop()
+        plans = {span.seq: span.plan for span in mine.spans.values() if span.seq}
+        events = [events_of(name, k, each, plans) for k, (name, each) in enumerate(tracks.items())]
+        write(path, list(chain.from_iterable(events)), _about())
+
+
+def _stopped() -> dict[Device, Recorded | None]:
+    """What each device has recorded; None if its worker is younger than the trace."""
+    try:
+        return ask_devices(_WHAT, _Stop())
+    except BaseException as error:
+        # a call that failed, or a worker that died, is told of once; Ctrl-C must not leave the
+        # profilers of workers on
+        found = ask_devices(_WHAT, _Stop())
+        if not isinstance(error, Exception):
             raise
-        mine = recorder.stop()
-        plans = {span.seq: span.plan for span in mine.spans if span.seq}
-        tracks: dict[str, Recorded | None] = {"controller": mine}
-        tracks |= {str(device): recorded for device, recorded in theirs.items()}
-        events = [
-            events_of(name, pid, recorded, self._start_ns, plans)
-            for pid, (name, recorded) in enumerate(tracks.items())
-        ]
-        write(self.path, list(chain.from_iterable(events)), _about())
-
-    def _stopped(self) -> dict[Device, Recorded | None]:
-        """What each device has recorded; None if its worker is younger than the trace."""
-        try:
-            return ask_devices(_WHAT, _Stop())
-        except BaseException as error:
-            # a call that failed, or a worker that died, is told of once; Ctrl-C must not leave the
-            # profilers of workers on
-            found = ask_devices(_WHAT, _Stop())
-            if not isinstance(error, Exception):
-                raise
-            return found
+        return found
 
 
-class _Launched:
-    """A trace by one of several processes, each with a device of its own."""
+@contextmanager
+def _of_job(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """By one of several processes, each with a device of its own."""
+    rank, running = process_index(), job_runtime()
+    path = Path(_exchange({"path": str(_new_path(folder)) if rank == 0 else ""})[0]["path"])
+    ahead_ns = _ahead_ns()
+    recorder = _started(running.device)
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._rank = process_index()
-        path = str(_new_path(folder)) if self._rank == 0 else ""
-        (first, *_), self._late_ns = self._meet({"path": path, "start_ns": time.time_ns()})
-        self.path, self._start_ns = Path(first["path"]), first["start_ns"]
+    def events() -> list[Event]:
+        return events_of(str(local_devices()[0]), rank, recorder.stop(), {})
 
-    def _meet(self, mine: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
-        """What each process tells, and by how much its clock is ahead of that of process 0.
+    try:
+        with watching(recorder, running):
+            yield path
+    except BaseException:  # the others may never come to the end of the block
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path.with_name(f"{path.stem}-process-{rank}.json"), events(), _about())
+        raise
+    running.together(lambda _: None)  # waits for the device
+    told = _exchange({"events": zlib.compress(json.dumps(events()).encode(), level=1)})
+    if rank == 0:
+        tracks = [moved(_read(each["events"]), -ahead_ns[k]) for k, each in enumerate(told)]
+        write(path, list(chain.from_iterable(tracks)), _about())
 
-        Processes leave an exchange at the same moment, within the time of a message.
-        """
-        stamps = []
-        for _ in range(_MEETINGS):
-            self._exchange({})
-            stamps.append(time.time_ns())
-        told = self._exchange({**mine, "host": socket.gethostname(), "stamps": stamps})
-        ahead = [
-            0 if each["host"] == told[0]["host"] else ahead_of(each["stamps"], told[0]["stamps"])
-            for each in told
-        ]
-        return told, ahead
 
-    def _exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        ranks = range(len(devices()))
-        return [unpacked(data) for data in job_runtime().exchange(ranks, packed(mine), _WHAT)]
+def _exchange(mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each process tells."""
+    ranks = range(len(devices()))
+    return [unpacked(data) for data in job_runtime().exchange(ranks, packed(mine), _WHAT)]
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        running = job_runtime()
-        recorder = _started(running.device)
-        try:
-            with watching(recorder, running):
-                yield
-        except BaseException:  # the others may never come to the end of the block
-            name = f"{self.path.stem}-process-{self._rank}.json"
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write(self.path.with_name(name), self._events(recorder.stop()), _about())
-            raise
-        running.together(lambda _: None)  # waits for the device
-        data = zlib.compress(json.dumps(self._events(recorder.stop())).encode(), level=1)
-        told = self._exchange({"events": data})
-        if self._rank == 0:
-            tracks = [
-                moved(_read(each["events"]), pid, -self._late_ns[pid] / 1000)
-                for pid, each in enumerate(told)
-            ]
-            write(self.path, list(chain.from_iterable(tracks)), _about())
 
-    def _events(self, recorded: Recorded) -> list[Event]:
-        name = str(local_devices()[0])
-        return events_of(name, self._rank, recorded, self._start_ns, {})
+def _ahead_ns() -> list[int]:
+    """By how much the clock of each process is ahead of that of process 0.
+
+    Processes leave an exchange at the same moment, within the time of a message.
+    """
+    stamps = []
+    for _ in range(_MEETINGS):
+        _exchange({})
+        stamps.append(time.time_ns())
+    first, *others = _exchange({"host": socket.gethostname(), "stamps": stamps})
+    return [0] + [
+        0 if each["host"] == first["host"] else ahead_of(each["stamps"], first["stamps"])
+        for each in others
+    ]
 
 
 def ahead_of(stamps: Sequence[int], others: Sequence[int]) -> int:
     """By how much a clock is ahead of another, from what both showed at the same moments."""
     found = sorted(mine - theirs for mine, theirs in zip(stamps, others, strict=True))
     return found[len(found) // 2]  # some messages are late
+
+
+def moved(events: Sequence[Event], by_ns: int) -> list[Event]:
+    """The events of another process, by the clock of this one."""
+    return [{**event, "ts": event["ts"] + by_ns} if "ts" in event else event for event in events]
 
 
 def _read(data: bytes) -> list[Event]:

@@ -1,13 +1,12 @@
 """Spans of what the controller does.
 
-While a trace is taken, methods of this package are replaced by ones that also note the time.  So
-calls cost nothing more when none is taken.
+While a trace is taken, methods of this package are replaced by ones that are ranges in the record
+too.  So calls cost nothing more when none is taken.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,15 +56,11 @@ def watching(recorder: Recorder, runtime: Runtime | None) -> Iterator[None]:
 def _timed_execute(recorder: Recorder, execute: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(execute)
     def timed(self: Any, team: Any, plan_id: int, *args: Any, **kwargs: Any) -> Any:
-        begin = time.time_ns()
-        seq = 0
-        try:
+        name = f"running {self.plan_name(plan_id)}" if self.runs_here else "sending a call"
+        with recorder.span(name, plan=defined.get(plan_id)) as span:
             handles = execute(self, team, plan_id, *args, **kwargs)
-            seq = handles[0].seq if handles else 0
+            span.seq = handles[0].seq if handles else 0
             return handles
-        finally:
-            name = f"running {self.plan_name(plan_id)}" if self.runs_here else "sending a call"
-            recorder.add(name, begin, seq=seq, plan=defined.get(plan_id))
 
     return timed
 
