@@ -1,14 +1,19 @@
-"""Memory that the controller and one worker share, for large blocks on their way to the device.
+"""Memory that the controller and workers share, for large blocks on their way.
 
 ::
 
     controller                      a file without a name                     worker
     store(block) -- one copy -->  | state | bytes | state | bytes | ...  -->  tensor(offset, ...)
+    landing.tensor(shape)    <--  | state | bytes | state | bytes | ...  <--  one copy of its block
 
 A block takes a *region* of the file.  On a CPU the worker's value is a view of it.  On an
 accelerator the device copies from it by itself, since the worker has pinned it.  When the worker
 needs the region no more, it frees it, and the next block of about this size takes it: its pages are
 there already, and new pages take longer than the copy.
+
+A worker has a file for what is sent to it.  What the controller fetches comes through one file of
+the pool: each worker writes its block to its place in the whole, and the tensor that the user gets
+is that memory.
 """
 
 from __future__ import annotations
@@ -37,6 +42,9 @@ _ON_THE_WAY_BYTES = 1 << 26
 """How much may be on the way to a worker: what comes then goes through the socket, which waits for
 the worker, so that calls far ahead do not fill the memory.
 """
+_LENT_BYTES = 1 << 30
+"""How much of the memory that workers wrote to the user may have.  What is fetched then is copied.
+"""
 _TRIED = 8
 """How many regions are asked whether they are free before a new one is made."""
 
@@ -58,6 +66,28 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
 _MADV_REMOVE = 9
+_MAP_FIXED = 0x10
+
+
+def copy(block: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor of any device to one of the host."""
+    block = block.detach().resolve_conj().resolve_neg()
+    if block.is_cpu and block.is_contiguous() and target.is_contiguous():
+        # torch would copy with several threads, for whose cores it may have to wait
+        ctypes.memmove(target.data_ptr(), block.data_ptr(), block.nbytes)
+    else:
+        target.copy_(block)
+
+
+class _File:
+    """A file without a name, which is closed with the last object that needs it."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("torchpmap-staging", os.MFD_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
 
 
 def _room(num_bytes: int) -> int:
@@ -109,18 +139,11 @@ class Region:
             weakref.finalize(memory, at_end).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
-    def fill(self, block: torch.Tensor) -> None:
-        """Copy a tensor of any device into it."""
-        block = block.detach().resolve_conj().resolve_neg()
-        if block.is_cpu and block.is_contiguous():
-            # torch would copy with several threads, for whose cores it may have to wait
-            ctypes.memmove(self.address, block.data_ptr(), block.nbytes)
-        else:
-            self.tensor(tuple(block.shape), block.dtype).copy_(block)
-
-    def read(self, target: torch.Tensor) -> None:
-        """Copy it to a contiguous tensor of the host."""
-        ctypes.memmove(target.data_ptr(), self.address, target.nbytes)
+    def keep_apart(self, fd: int) -> None:
+        """Make it a copy of its own, of which pages are copied when they are written."""
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        _libc.mmap(self._address, _HEAD + self.room, protection, flags, fd, self.offset)
 
     def take(self) -> Region:
         self.state = TAKEN
@@ -149,9 +172,12 @@ def free_all(regions: Iterable[Region | None]) -> None:
 class Staging:
     """The controller's side (any thread; the owner must call ``close``)."""
 
+    most = _ON_THE_WAY_BYTES
+    """How much may be taken at a time, but for a block that is larger."""
+
     def __init__(self, *, is_used: bool = True) -> None:
         self._is_used = is_used
-        self.fd = os.memfd_create("torchpmap-staging", os.MFD_CLOEXEC)
+        self._file: _File | None = _File()
         self._lock = threading.Lock()
         self._regions: defaultdict[int, deque[Region]] = defaultdict(deque)  # by their room
         self._end = 0
@@ -164,33 +190,41 @@ class Staging:
         if region is None:
             return None
         try:
-            region.fill(block)
+            copy(block, region.tensor(tuple(block.shape), block.dtype))
         except BaseException:  # Ctrl-C
             region.free()
             raise
         return region
 
-    def lend(self, num_bytes: int) -> Region | None:
-        """A region for so many bytes, which is taken until it is freed; None if there is none."""
+    @property
+    def fd(self) -> int:
+        assert self._file is not None, "the workers have ended"
+        return self._file.fd
+
+    def lend(self, num_bytes: int, more: int = 0) -> Region | None:
+        """A region for so many bytes, which is taken until it is freed; None if there is none.
+
+        ``more``: how much more than ``most`` may be taken.
+        """
         if not self._is_used:
             return None
         room = _room(num_bytes)
         with self._lock:
             while self._sent and self._sent[0].state != TAKEN:
                 self._sent.popleft()
-            if not self._has_room(room):
+            if self._file is None or not self._has_room(room, self.most + more):
                 return None
             region = self._found(self._regions[room]) or self._added(room)
             if region is not None:
                 self._sent.append(region)
             return region
 
-    def _has_room(self, room: int) -> bool:
+    def _has_room(self, room: int, most: int) -> bool:
         """Whether so much more may be on the way."""
-        if sum(region.room for region in self._sent) + room > _ON_THE_WAY_BYTES:
+        if sum(region.room for region in self._sent) + room > most:
             self._drop_arrived()
         on_the_way = sum(region.room for region in self._sent)
-        return not on_the_way or on_the_way + room <= _ON_THE_WAY_BYTES
+        return not on_the_way or on_the_way + room <= most
 
     def _drop_arrived(self) -> None:
         """Some have arrived after one that has not, or are there twice: used again since."""
@@ -242,9 +276,52 @@ class Staging:
         with self._lock:
             self._regions.clear()
             self._sent.clear()
-            if self.fd >= 0:
-                os.close(self.fd)
-            self.fd = -1
+            self._file = None
+
+
+class Landing(Staging):
+    """The controller's side of what it fetches; a tensor stays valid after ``close``."""
+
+    most = _LENT_BYTES
+
+    def tensor(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, is_passed_on: bool = False
+    ) -> torch.Tensor | None:
+        """Memory for a value, to which workers can write; None if there is none.
+
+        Args:
+            is_passed_on: it is copied and freed soon.
+        """
+        more = _ON_THE_WAY_BYTES if is_passed_on else 0
+        region = self.lend(math.prod(shape) * dtype.itemsize, more)
+        if region is None or self._file is None:
+            return None
+        address = region.address
+        _lent[address] = region, self._file
+
+        def free() -> None:
+            del _lent[address]
+            region.free()
+
+        return region.tensor(shape, dtype, free)
+
+    def region_of(self, tensor: torch.Tensor) -> Region | None:
+        """The region in which the elements of a tensor lie, if it is one of these."""
+        region, file = _lent.get(tensor.untyped_storage().data_ptr(), (None, None))
+        return region if file is self._file else None
+
+
+_lent: dict[int, tuple[Region, _File]] = {}
+"""What tensors of this process lie in, by the address of the bytes."""
+
+
+def _keep_apart() -> None:
+    for region, file in tuple(_lent.values()):
+        region.keep_apart(file.fd)
+
+
+os.register_at_fork(after_in_child=_keep_apart)
+"""As with all memory of a process: what a forked child writes is not written in its parent."""
 
 
 class Staged:
