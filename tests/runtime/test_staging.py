@@ -285,14 +285,52 @@ def worker_pids_or_none():
 
 
 @pytest.mark.usefixtures("pool")
-def test_what_a_forked_child_writes_stays_there():
-    value = on_square(tp.P("x", "y"))
-    fetched = value.cpu()
+def test_after_a_fork_each_process_has_its_own():
+    fetched = on_square(tp.P("x", "y")).cpu()
+    other = on_square(tp.P("x", "y")) + 1
+    told, tell = os.pipe()
     child = os.fork()
     if child == 0:
-        fetched.numpy()[:] = 0
-        del fetched
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert torch.equal(fetched, WHOLE)
-    assert len(running_pool().landing.taken()) == 1
+        os.read(told, 1)
+        seen = fetched.numpy()[5, 7]
+        fetched.numpy()[0] = -1
+        grandchild = os.fork()
+        if grandchild == 0:
+            os._exit(int(fetched.numpy()[0, 0] != -1))
+        ended = os.waitpid(grandchild, 0)[1]
+        os._exit(int(seen != 5 * N + 7) + 2 * int(ended != 0))
+    fetched[1] = 0  # in the parent
+    assert not running_pool().landing.taken()
+    fetched = other.cpu()  # would take the same memory
+    os.write(tell, b"!")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(fetched, WHOLE + 1)
+    os.close(told)
+    os.close(tell)
+
+
+@pytest.mark.usefixtures("pool")
+def test_what_is_fetched_is_an_ordinary_tensor():
+    weight = torch.ones((), requires_grad=True)
+    with torch.no_grad():
+        fetched = on_square(tp.P("x")).cpu()
+    assert fetched._base is None
+    fetched.mul_(weight)
+    assert fetched.requires_grad
+
+
+@pytest.mark.usefixtures("pool")
+def test_memory_that_ctrl_c_has_lost_is_found(monkeypatch):
+    landing, value = running_pool().landing, on_square(tp.P("x"))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.Region, "tensor", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            value.cpu()
+    assert len(landing.taken()) == 1
+    monkeypatch.setattr(staging, "_IDLE_S", -1.0)
+    landing.trim()
+    assert not landing.taken()

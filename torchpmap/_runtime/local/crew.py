@@ -147,5 +147,7 @@ class Crew:
 
     def abandon(self) -> None:
         """In a forked child, which must not keep the parent's workers alive."""
+        self.landing.abandon()
         for worker in self.workers.values():
+            worker.staging.abandon()
             worker.close()

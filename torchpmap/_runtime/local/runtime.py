@@ -269,6 +269,7 @@ class LocalRuntime:
         landed = [self._landed(target) for *_, target in requests]
         self._insist(handle, ranks, lambda: self._fetched(handle, ranks, requests, landed))
         for target, (*_, wanted) in zip(landed, requests, strict=True):
+            self._pool.landing.filled(target)
             if target is not wanted:
                 copy(target, wanted)
 
@@ -308,7 +309,8 @@ class LocalRuntime:
         except BaseException as cause:
             # a worker may still write there, unless nothing was sent; Ctrl-C may come at any time
             if pending is not None or not isinstance(cause, Exception):
-                self._lent.append((self._pool.seq, ranks, landed))
+                seq = self._pool.seq if pending is None else pending.seq
+                self._lent.append((seq, ranks, landed))
             raise
         if not is_done:  # after a repair no worker is at an earlier command
             self._pool.repair(handle.seq)

@@ -27,6 +27,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
@@ -64,9 +65,12 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _FAILED = ctypes.c_void_p(-1).value
 _MADV_REMOVE = 9
+_MADV_POPULATE_WRITE = 23
 _MAP_FIXED = 0x10
+_PUNCH_HOLE = 1 | 2  # and keep the size
 
 
 def copy(block: torch.Tensor, target: torch.Tensor) -> None:
@@ -77,17 +81,6 @@ def copy(block: torch.Tensor, target: torch.Tensor) -> None:
         ctypes.memmove(target.data_ptr(), block.data_ptr(), block.nbytes)
     else:
         target.copy_(block)
-
-
-class _File:
-    """A file without a name, which is closed with the last object that needs it."""
-
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("torchpmap-staging", os.MFD_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            os.close(self.fd)
 
 
 def _room(num_bytes: int) -> int:
@@ -115,11 +108,13 @@ class Region:
             raise OSError(error, os.strerror(error))
         self._address = address
         self._state = ctypes.c_int64.from_address(address)
-        self.taken_at = 0.0
+        self.used_at = 0.0
+        self.is_apart = False
+        """Whether the memory is no part of the file any more."""
 
     @property
     def state(self) -> int:
-        return self._state.value
+        return GONE if self.is_apart else self._state.value
 
     @state.setter
     def state(self, state: int) -> None:
@@ -137,22 +132,32 @@ class Region:
         memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(self.address)
         if at_end is not None:
             weakref.finalize(memory, at_end).atexit = False
-        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+        return tensor.detach()  # no view of another tensor
 
     def keep_apart(self, fd: int) -> None:
-        """Make it a copy of its own, of which pages are copied when they are written."""
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        """Make it memory of this process alone, with the same bytes, also if a thread writes to it
+        meanwhile.
+        """
+        size, protection = _HEAD + self.room, mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
-        _libc.mmap(self._address, _HEAD + self.room, protection, flags, fd, self.offset)
+        if _libc.mmap(self._address, size, protection, flags, fd, self.offset) == _FAILED:
+            raise OSError(ctypes.get_errno(), "what was fetched cannot be kept apart")
+        self.is_apart = True
+        # before Linux 5.14 a page is copied when it is written, and the file keeps the others
+        if _libc.madvise(self._address, size, _MADV_POPULATE_WRITE) == 0:
+            _libc.fallocate(fd, _PUNCH_HOLE, self.offset, size)
 
     def take(self) -> Region:
         self.state = TAKEN
-        self.taken_at = time.monotonic()
+        self.used_at = time.monotonic()
         return self
 
     def free(self) -> None:
         """Let the controller use it for another block."""
-        self.state = FREE
+        self.used_at = time.monotonic()
+        if not self.is_apart:
+            self.state = FREE
 
     def free_memory(self) -> None:
         """Give its pages back to the system, in all processes: it is gone."""
@@ -174,11 +179,12 @@ class Staging:
 
     most = _ON_THE_WAY_BYTES
     """How much may be taken at a time, but for a block that is larger."""
+    _is_closed = False
 
     def __init__(self, *, is_used: bool = True) -> None:
         self._is_used = is_used
-        self._file: _File | None = _File()
-        self._lock = threading.Lock()
+        self.fd = os.memfd_create("torchpmap-staging", os.MFD_CLOEXEC)
+        self._lock = threading.RLock()  # the end of a tensor may come anywhere
         self._regions: defaultdict[int, deque[Region]] = defaultdict(deque)  # by their room
         self._end = 0
         self._sent: deque[Region] = deque()
@@ -196,11 +202,6 @@ class Staging:
             raise
         return region
 
-    @property
-    def fd(self) -> int:
-        assert self._file is not None, "the workers have ended"
-        return self._file.fd
-
     def lend(self, num_bytes: int, more: int = 0) -> Region | None:
         """A region for so many bytes, which is taken until it is freed; None if there is none.
 
@@ -212,7 +213,7 @@ class Staging:
         with self._lock:
             while self._sent and self._sent[0].state != TAKEN:
                 self._sent.popleft()
-            if self._file is None or not self._has_room(room, self.most + more):
+            if self._is_closed or not self._has_room(room, self.most + more):
                 return None
             region = self._found(self._regions[room]) or self._added(room)
             if region is not None:
@@ -265,18 +266,35 @@ class Staging:
             self._drop_arrived()  # a look at the state of one that is gone would bring a page back
             for regions in self._regions.values():
                 for region in tuple(regions):
-                    if region.state == FREE and now - region.taken_at > _IDLE_S:
+                    is_idle = now - region.used_at > _IDLE_S
+                    if is_idle and self._is_lost(region):
+                        region.free()
+                    elif is_idle and region.state == FREE:
                         region.free_memory()
+                        regions.remove(region)
+                    elif region.is_apart:
                         regions.remove(region)
         finally:
             self._lock.release()
 
+    def _is_lost(self, region: Region) -> bool:
+        """Whether it is taken, but Ctrl-C has come before anything could free it."""
+        return False
+
+    def abandon(self) -> None:
+        """In a forked child: a thread that is not there may hold the lock."""
+        self._lock = threading.RLock()
+        self.close()
+
     def close(self) -> None:
         """Close the file; idempotent."""
+        self._is_closed = True
         with self._lock:
             self._regions.clear()
             self._sent.clear()
-            self._file = None
+            if self.fd >= 0:
+                os.close(self.fd)
+            self.fd = -1
 
 
 class Landing(Staging):
@@ -294,34 +312,71 @@ class Landing(Staging):
         """
         more = _ON_THE_WAY_BYTES if is_passed_on else 0
         region = self.lend(math.prod(shape) * dtype.itemsize, more)
-        if region is None or self._file is None:
+        if region is None:
             return None
         address = region.address
-        _lent[address] = region, self._file
 
         def free() -> None:
-            del _lent[address]
+            _lent.pop(address, None)
             region.free()
+            if self._is_closed:
+                self.close()
 
-        return region.tensor(shape, dtype, free)
+        tensor = region.tensor(shape, dtype, free)
+        _lent[address] = _Lent(region, self)
+        return tensor
 
     def region_of(self, tensor: torch.Tensor) -> Region | None:
-        """The region in which the elements of a tensor lie, if it is one of these."""
-        region, file = _lent.get(tensor.untyped_storage().data_ptr(), (None, None))
-        return region if file is self._file else None
+        """The region in which the elements of a tensor lie, if workers can write to it."""
+        lent = _lent.get(tensor.untyped_storage().data_ptr())
+        return lent.region if lent is not None and lent.landing is self else None
+
+    def close(self) -> None:
+        """No more is lent.  The file is closed when nothing lies in it (see ``_before_fork``)."""
+        self._is_closed = True
+        if not any(lent.landing is self for lent in tuple(_lent.values())):
+            super().close()
+
+    def filled(self, tensor: torch.Tensor) -> None:
+        """No worker writes to this tensor any more."""
+        lent = _lent.get(tensor.untyped_storage().data_ptr())
+        if lent is not None:
+            lent.is_filled = True
+
+    def _is_lost(self, region: Region) -> bool:
+        return region.state == TAKEN and region.address not in _lent
 
 
-_lent: dict[int, tuple[Region, _File]] = {}
-"""What tensors of this process lie in, by the address of the bytes."""
+@dataclass
+class _Lent:
+    """What a tensor of this process lies in."""
+
+    region: Region
+    landing: Landing
+    is_filled: bool = False
 
 
-def _keep_apart() -> None:
-    for region, file in tuple(_lent.values()):
-        region.keep_apart(file.fd)
+_lent: dict[int, _Lent] = {}
+"""By the address of the bytes."""
 
 
-os.register_at_fork(after_in_child=_keep_apart)
-"""As with all memory of a process: what a forked child writes is not written in its parent."""
+def _before_fork() -> None:
+    """What a child writes is not seen in its parent, nor the other way: as all memory is then,
+    these bytes are copied when they are written.
+    """
+    for address, lent in tuple(_lent.items()):
+        if lent.is_filled:
+            lent.region.keep_apart(lent.landing.fd)
+            _lent.pop(address, None)
+
+
+def _in_child() -> None:
+    for lent in _lent.values():  # threads that are not there wait for them
+        lent.region.is_apart = True
+    _lent.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 
 class Staged:
@@ -345,7 +400,11 @@ class Staged:
         Raises:
             OSError: this process has no memory to map it.
         """
-        region = self.region(offset, math.prod(shape) * dtype.itemsize)
+        try:
+            region = self.region(offset, math.prod(shape) * dtype.itemsize)
+        except OSError:
+            Region(self._fd, offset, 0).free()
+            raise
 
         def free() -> None:
             if not self._is_forked:
@@ -363,11 +422,7 @@ class Staged:
             self._unpin(old.address)
             old.free_memory()  # looking at its state has brought a page back
             del self._regions[old.offset]
-        try:
-            region = self._regions[offset] = Region(self._fd, offset, room)
-        except OSError:
-            Region(self._fd, offset, 0).free()
-            raise
+        region = self._regions[offset] = Region(self._fd, offset, room)
         self._pin(region.address, room)
         return region
 

@@ -99,7 +99,11 @@ class Values:
             tensor = tensor.select(dim, position)
         wire.refuse_other(tensor, expected, self._where)
         if offset >= 0:
-            region = self._landed.region(offset, room)
+            try:
+                region = self._landed.region(offset, room)
+            except OSError as error:
+                shape = tuple(tensor.shape)
+                raise wire.no_memory(self._where, shape, tensor.dtype) from error
             whole = region.tensor((room // tensor.itemsize,), tensor.dtype)
             target = whole.as_strided(tensor.shape, strides, start)
         elif self._platform.is_asynchronous:
