@@ -73,6 +73,7 @@ def test_row_26_a_worker_has_no_memory_for_a_block(tmp_path):
             )
     lent = [len(worker.staging.taken()) for worker in running_pool().workers.values()]
     assert lent == [0] * N
+    assert not running_pool().landing.taken()
     assert not (tmp_path / "exploded").exists()
 
 

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from _support import EAGER, eagerly, pool_with, wait_for, worker_pids
+from _support import EAGER, eagerly, pool_with, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._base.lagging import Lagging
@@ -136,7 +136,7 @@ def test_memory_is_not_used_again_before_the_device_has_read_it(pair):
 
 
 def test_only_so_much_is_on_the_way(pair, monkeypatch):
-    monkeypatch.setattr(staging, "_ON_THE_WAY_BYTES", 2 * STAGED_BYTES)
+    monkeypatch.setattr(Staging, "most", 2 * STAGED_BYTES)
     first, second = (pair.staging.store(torch.ones(N)) for _ in range(2))
     assert pair.staging.store(torch.ones(N)) is None
     pair.staged.tensor(second.offset, (N,), torch.float32)
@@ -147,7 +147,7 @@ def test_only_so_much_is_on_the_way(pair, monkeypatch):
 
 
 def test_a_region_that_was_used_again_counts_once(pair, monkeypatch):
-    monkeypatch.setattr(staging, "_ON_THE_WAY_BYTES", 3 * STAGED_BYTES)
+    monkeypatch.setattr(Staging, "most", 3 * STAGED_BYTES)
     first = pair.staging.store(torch.ones(N))
     for _ in range(5):
         again = pair.staging.store(torch.ones(N))
@@ -159,7 +159,7 @@ def test_a_region_that_was_used_again_counts_once(pair, monkeypatch):
 
 
 def test_a_block_may_be_larger_than_what_may_be_on_the_way(pair, monkeypatch):
-    monkeypatch.setattr(staging, "_ON_THE_WAY_BYTES", STAGED_BYTES)
+    monkeypatch.setattr(Staging, "most", STAGED_BYTES)
     assert pair.staging.store(torch.ones(4 * N)) is not None
 
 
@@ -213,3 +213,124 @@ def test_large_blocks_come_and_go_with_and_without_shared_memory(fresh_pool):
     assert torch.equal(y[:, 1], whole[:, 1] * 2)
     both = tp.replicate(whole)
     assert torch.equal(both.addressable_data(1), whole)
+
+
+# What is fetched ----------------------------------------------------------------------------------
+
+WHOLE = torch.arange(8.0 * N).view(8, -1)
+CUTS = [tp.P("x"), tp.P(None, "x"), tp.P("x", "y"), tp.P("y", "x"), tp.P(None, ("y", "x")), tp.P()]
+
+
+def on_square(spec):
+    mesh = tp.make_mesh((2, 2), ("x", "y"))
+    return tp.device_put(WHOLE, tp.NamedSharding(mesh, spec))
+
+
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int8])
+@pytest.mark.parametrize("spec", CUTS, ids=str)
+def test_each_device_writes_its_block_to_its_place(spec, dtype):
+    value = on_square(spec).to(dtype)
+    fetched = value.cpu()
+    assert torch.equal(fetched, WHOLE.to(dtype))
+    assert running_pool().landing.region_of(fetched) is not None
+    assert torch.equal(value[3].cpu(), WHOLE[3].to(dtype))
+    assert torch.equal(value.T.cpu(), WHOLE.to(dtype).T)
+    fetched[:] = 0  # it is the user's
+    assert torch.equal(value.cpu(), WHOLE.to(dtype))
+
+
+@pytest.mark.usefixtures("pool")
+def test_memory_is_given_back_with_the_last_view():
+    landing = running_pool().landing
+    row = on_square(tp.P("x")).cpu()[1]
+    assert len(landing.taken()) == 1
+    assert torch.equal(row, WHOLE[1])
+    del row
+    assert not landing.taken()
+    size = landing._end
+    again = on_square(tp.P("x", "y")).cpu()
+    assert len(landing.taken()) == 1
+    assert landing._end == size  # no new memory
+    assert torch.equal(again, WHOLE)
+
+
+@pytest.mark.usefixtures("pool")
+def test_the_user_has_only_so_much_of_it(monkeypatch):
+    landing = running_pool().landing
+    monkeypatch.setattr(type(landing), "most", WHOLE.nbytes)
+    kept = [on_square(spec).cpu() for spec in CUTS]
+    assert [landing.region_of(x) is not None for x in kept] == [True, *[False] * (len(CUTS) - 1)]
+    assert all(torch.equal(x, WHOLE) for x in kept)
+    assert len(landing.taken()) == 1  # what the others passed through is free
+
+
+def test_a_value_outlives_its_pool_and_its_writers(pool):
+    pool_pids = worker_pids()
+    fetched = on_square(tp.P("x", "y")).cpu()
+    os.kill(pool_pids[1], signal.SIGKILL)
+    assert wait_for(lambda: worker_pids_or_none() is not None, 10)
+    assert torch.equal(fetched, WHOLE)
+    more = on_square(tp.P("y")).cpu()  # also of a new worker
+    tp.shutdown()
+    assert torch.equal(fetched, WHOLE)
+    assert torch.equal(more, WHOLE)
+
+
+def worker_pids_or_none():
+    try:
+        return worker_pids()
+    except tp.WorkerDied:
+        return None
+
+
+@pytest.mark.usefixtures("pool")
+def test_after_a_fork_each_process_has_its_own():
+    fetched = on_square(tp.P("x", "y")).cpu()
+    other = on_square(tp.P("x", "y")) + 1
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(told, 1)
+        seen = fetched.numpy()[5, 7]
+        fetched.numpy()[0] = -1
+        grandchild = os.fork()
+        if grandchild == 0:
+            os._exit(int(fetched.numpy()[0, 0] != -1))
+        ended = os.waitpid(grandchild, 0)[1]
+        os._exit(int(seen != 5 * N + 7) + 2 * int(ended != 0))
+    fetched[1] = 0  # in the parent
+    assert not running_pool().landing.taken()
+    fetched = other.cpu()  # would take the same memory
+    os.write(tell, b"!")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(fetched, WHOLE + 1)
+    os.close(told)
+    os.close(tell)
+
+
+@pytest.mark.usefixtures("pool")
+def test_what_is_fetched_is_an_ordinary_tensor():
+    weight = torch.ones((), requires_grad=True)
+    with torch.no_grad():
+        fetched = on_square(tp.P("x")).cpu()
+    assert fetched._base is None
+    fetched.mul_(weight)
+    assert fetched.requires_grad
+
+
+@pytest.mark.usefixtures("pool")
+def test_memory_that_ctrl_c_has_lost_is_found(monkeypatch):
+    landing, value = running_pool().landing, on_square(tp.P("x"))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.Region, "tensor", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            value.cpu()
+    assert len(landing.taken()) == 1
+    monkeypatch.setattr(staging, "_IDLE_S", -1.0)
+    landing.trim()
+    assert not landing.taken()

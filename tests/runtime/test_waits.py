@@ -344,14 +344,10 @@ def test_ctrl_c_while_a_fetch_is_sent_frees_its_memory(interrupted):
     pool = running_pool()
     large = double(torch.ones(2, 300_000)).block_until_ready()
     interrupted(tp.device_get, large)
-
-    def taken():
-        return [each for worker in pool.workers.values() for each in worker.staging.taken()]
-
-    assert taken()
+    assert pool.landing.taken()
     assert not pool._monitor.pending
     total(rows).block_until_ready()
-    assert wait_for(lambda: not taken())
+    assert wait_for(lambda: not pool.landing.taken())
     assert tp.device_get(large).sum() == 1_200_000
 
 

@@ -127,6 +127,9 @@ class Runtime(Protocol):
     ) -> tuple[list[Report | None], list[Handle]]:
         """Run Python code on every rank and wait; one report per rank, and the outputs."""
 
+    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An empty CPU tensor that ``fetch`` fills quickly, also in parts."""
+
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
         """Copy blocks to CPU tensors, and wait.  A request is (place in the team, dim or -1 for the
         whole block, position, tensor to fill).

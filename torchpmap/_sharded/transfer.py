@@ -55,8 +55,9 @@ def gather(layout: Layout, handle: Handle) -> torch.Tensor:
     """Fetch a whole value; of a block that several devices hold, one copy."""
     if layout.is_replicated:
         return fetch_blocks(layout, handle, [_first_here(layout)])[0]
-    whole = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
-    _fetch_into(handle, [(place, -1, 0, whole[index]) for place, index in _blocks(layout)])
+    owner = handle.team.runtime
+    whole = owner.memory(layout.shape, layout.dtype)
+    owner.fetch(handle, [(place, -1, 0, whole[index]) for place, index in _blocks(layout)])
     return whole
 
 
@@ -71,18 +72,6 @@ def _blocks(layout: Layout) -> Iterable[tuple[int, tuple[slice, ...]]]:
 def has_copies(layout: Layout) -> bool:
     """Whether several devices hold one block."""
     return len(layout.devices) > sum(1 for _ in _blocks(layout))
-
-
-def _fetch_into(handle: Handle, wanted: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
-    """``Runtime.fetch`` into parts of tensors, which need not be contiguous."""
-    requests = [
-        (place, dim, position, part if part.is_contiguous() else part.new_empty(part.shape))
-        for place, dim, position, part in wanted
-    ]
-    handle.team.runtime.fetch(handle, requests)
-    for (_, _, _, part), (_, _, _, target) in zip(wanted, requests, strict=True):
-        if target is not part:
-            part.copy_(target)
 
 
 def move(layout: Layout, handle: Handle, wanted: Layout) -> Handle:
@@ -157,8 +146,9 @@ def _compare(
 
 def fetch_blocks(layout: Layout, handle: Handle, places: Sequence[int]) -> list[torch.Tensor]:
     """The blocks of the ranks at ``places``."""
-    blocks = [torch.empty(layout.block_shape, dtype=layout.dtype, device="cpu") for _ in places]
-    handle.team.runtime.fetch(
+    owner = handle.team.runtime
+    blocks = [owner.memory(layout.block_shape, layout.dtype) for _ in places]
+    owner.fetch(
         handle, [(place, -1, 0, block) for place, block in zip(places, blocks, strict=True)]
     )
     return blocks
@@ -173,10 +163,11 @@ def cuts_rows(layout: Layout) -> bool:
 
 def fetch_row(layout: Layout, handle: Handle, row: int) -> torch.Tensor:
     """``x[row]`` of rows that are cut, from the devices that hold it."""
-    target = torch.empty(layout.shape[1:], dtype=layout.dtype, device="cpu")
+    owner = handle.team.runtime
+    target = owner.memory(layout.shape[1:], layout.dtype)
     if layout.dim is not None:
         rows = layout.shape[0] // len(layout.ranks)
-        _fetch_into(handle, [(row // rows, 0, row % rows, target)])
+        owner.fetch(handle, [(row // rows, 0, row % rows, target)])
         return target
     rows = layout.block_shape[0]
     wanted = [
@@ -184,7 +175,7 @@ def fetch_row(layout: Layout, handle: Handle, row: int) -> torch.Tensor:
         for place, index in _blocks(layout)
         if row in range(*index[0].indices(layout.shape[0]))
     ]
-    _fetch_into(handle, wanted)
+    owner.fetch(handle, wanted)
     return target
 
 

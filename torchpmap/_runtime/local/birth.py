@@ -35,6 +35,7 @@ class Birth:
     bell: InheritedFd
     stacks: InheritedFd
     staging: InheritedFd
+    landing: InheritedFd
 
 
 def arm_lifeline(fd: int) -> None:

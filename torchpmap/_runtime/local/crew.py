@@ -21,6 +21,7 @@ from torchpmap._runtime.local.monitor import Monitor
 from torchpmap._runtime.local.process import WorkerProcess
 from torchpmap._runtime.local.progress import Progress
 from torchpmap._runtime.local.reentry import STARTER
+from torchpmap._runtime.local.staging import Landing
 from torchpmap._runtime.local.supervise import Event
 from torchpmap._trace.toolchain import import_dynamo
 
@@ -56,6 +57,8 @@ class Crew:
             undo.callback(os.close, self._store_fd)
             self.progress = Progress(len(devices))
             undo.callback(self.progress.close)
+            self.landing = Landing(is_used=config.shared_memory)
+            undo.callback(self.landing.close)
             self.monitor = Monitor(devices, on_event=on_event, on_tick=on_tick, on_crash=on_crash)
             undo.callback(self.monitor.stop)
             for rank in range(len(devices)):
@@ -74,7 +77,8 @@ class Crew:
         device_type = self._devices[rank].platform
         threads = threads_per_device(len(self._devices))
         return WorkerProcess(
-            rank, device_type, threads, self._config, self._store_fd, self.progress
+            *(rank, device_type, threads, self._config),
+            *(self._store_fd, self.progress, self.landing),
         )
 
     def begin(self) -> None:
@@ -139,8 +143,11 @@ class Crew:
             for worker in workers:
                 worker.close()
         os.close(self._store_fd)
+        self.landing.close()
 
     def abandon(self) -> None:
         """In a forked child, which must not keep the parent's workers alive."""
+        self.landing.abandon()
         for worker in self.workers.values():
+            worker.staging.abandon()
             worker.close()

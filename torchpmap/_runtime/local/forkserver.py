@@ -44,7 +44,7 @@ ANSWER = struct.Struct("<qq")  # number of the request, pid (or minus an errno);
 EXIT_CODE = struct.Struct("<q")
 FDS = (
     *("command", "control", "lifeline", "output", "errors"),
-    *("store", "progress", "bell", "stacks", "staging"),
+    *("store", "progress", "bell", "stacks", "staging", "landing"),
 )
 """Names in the worker's ``Birth`` for the descriptors of a request.  Two others come first: of the
 pickled ``Inheritance``, and of the pipe for the exit code.

@@ -124,6 +124,7 @@ class Pool:
         )
         self._lookout = Lookout(self._devices, self._crew, self.outbox)
         self.workers = self._crew.workers
+        self.landing = self._crew.landing
         self._monitor = self._crew.monitor
         self._progress = self._crew.progress
         self.limits = Limits(

@@ -20,7 +20,7 @@ from torchpmap._base.config import Config
 from torchpmap._base.deadline import Deadline
 from torchpmap._runtime.local.forkserver import EXIT_CODE, Inheritance, explained, server
 from torchpmap._runtime.local.progress import Progress
-from torchpmap._runtime.local.staging import Staging
+from torchpmap._runtime.local.staging import Landing, Staging
 
 
 def preload() -> None:
@@ -43,6 +43,7 @@ class WorkerProcess:
         config: Config,
         store_fd: int,
         progress: Progress,
+        landing: Landing,
     ) -> None:
         self.rank = rank
         self.pid: int | None = None
@@ -73,7 +74,7 @@ class WorkerProcess:
             undo.pop_all()
         self._theirs = [exit_pipe, command.detach(), control.detach(), lifeline, output, errors]
         self._shared = [store_fd, *(each.fd for each in progress.inherited())]
-        self._shared += [self.stacks, self.staging.fd]
+        self._shared += [self.stacks, self.staging.fd, landing.fd]
 
     def start(self, is_wanted: Callable[[], bool]) -> None:
         """Fork the worker; waits for the fork server's imports if they are still running."""

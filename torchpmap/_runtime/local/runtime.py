@@ -6,6 +6,7 @@ lock.  Values are numbers (handles) here; the workers hold the tensors.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import struct
@@ -30,7 +31,13 @@ from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.plans import Plans, hand_over, take
 from torchpmap._runtime.local.pool import Pool
 from torchpmap._runtime.local.process import WorkerProcess
-from torchpmap._runtime.local.staging import STAGED_BYTES, Region, block_frames, free_all
+from torchpmap._runtime.local.staging import (
+    STAGED_BYTES,
+    Region,
+    block_frames,
+    copy,
+    free_all,
+)
 from torchpmap._runtime.task import Report, Task
 from torchpmap._runtime.wire import frame, pack_ints
 from torchpmap._trace.compile import CompileReport, Definition
@@ -74,7 +81,7 @@ class LocalRuntime:
         self._teams: dict[tuple[int, ...], Team] = {}
         self._shipped: dict[int, dict[int, None]] = {}  # rank -> ids of the functions it keeps
         # of fetches that were interrupted: command, ranks, memory to which they may still write
-        self._lent: deque[tuple[int, Sequence[int], list[Region | None]]] = deque()
+        self._lent: deque[tuple[int, Sequence[int], Sequence[torch.Tensor]]] = deque()
         self._pool = Pool(
             self.devices, config, on_tick=self._flush_released, on_repaired=self._restore
         )
@@ -252,65 +259,65 @@ class LocalRuntime:
             wire.keep_latest(shipped, task.body_id, None)
         self._pool.post(frames)
 
+    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        large = math.prod(shape) * dtype.itemsize >= STAGED_BYTES
+        found = self._pool.landing.tensor(shape, dtype) if large else None
+        return torch.empty(shape, dtype=dtype, device="cpu") if found is None else found
+
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
         ranks = tuple(handle.team.ranks[place] for place, *_ in requests)
-        self._insist(handle, ranks, lambda: self._fetched(handle, ranks, requests))
+        landed = [self._landed(target) for *_, target in requests]
+        self._insist(handle, ranks, lambda: self._fetched(handle, ranks, requests, landed))
+        for target, (*_, wanted) in zip(landed, requests, strict=True):
+            self._pool.landing.filled(target)
+            if target is not wanted:
+                copy(target, wanted)
+
+    def _landed(self, target: torch.Tensor) -> torch.Tensor:
+        """Memory that is filled first: shared, or else contiguous."""
+        if self._pool.landing.region_of(target) is not None:
+            return target
+        shape, dtype, found = tuple(target.shape), target.dtype, None
+        if target.nbytes >= STAGED_BYTES:
+            found = self._pool.landing.tensor(shape, dtype, is_passed_on=True)
+        if found is None and not target.is_contiguous():
+            found = torch.empty(shape, dtype=dtype, device="cpu")
+        return target if found is None else found
 
     def _fetched(
         self,
         handle: Any,
         ranks: Sequence[int],
         requests: Sequence[tuple[int, int, int, torch.Tensor]],
+        landed: Sequence[torch.Tensor],
     ) -> bool:
         """Ask each rank for a block, and wait; False if a failure came first."""
-        regions: list[Region | None] = []
+        bodies, targets = {}, {}
+        for rank, (_, dim, position, _), target in zip(ranks, requests, landed, strict=True):
+            region = self._pool.landing.region_of(target)
+            if region is None:
+                targets[rank], where = wire.bytes_of(target), [-1, 0, 0]
+            else:
+                where = [region.offset, region.room, int(target.storage_offset())]
+            what = *wire.describe(target), *target.stride()
+            bodies[rank] = pack_ints(handle.seq, handle.id, dim, position, *where, *what)
+        pending = None
         try:
-            pending = self._ask_for(handle, ranks, requests, regions)
-        except Exception:  # nothing was sent
-            free_all(regions)
-            raise
-        except BaseException:  # Ctrl-C: it may have been sent
-            self._lent.append((self._pool.seq, ranks, regions))
-            raise
-        try:
+            about = handle.era, handle.seq
+            pending = self._pool.ask(bodies, wire.FETCH, targets, about=about)
             is_done = pending.wait()
-        except BaseException:  # Ctrl-C: a worker may still write to them
-            self._lent.append((pending.seq, ranks, regions))
+        except BaseException as cause:
+            # a worker may still write there, unless nothing was sent; Ctrl-C may come at any time
+            if pending is not None or not isinstance(cause, Exception):
+                seq = self._pool.seq if pending is None else pending.seq
+                self._lent.append((seq, ranks, landed))
             raise
-        if is_done:
-            for region, (*_, target) in zip(regions, requests, strict=True):
-                if region is not None:
-                    region.read(target)
-        else:
+        if not is_done:  # after a repair no worker is at an earlier command
             self._pool.repair(handle.seq)
-        free_all(regions)  # after a repair no worker is at an earlier command
         error = None if is_done else self._losses.of_command(pending.era, pending.seq)
         if error is not None:  # asking again would not help
             raise error
         return is_done
-
-    def _ask_for(
-        self,
-        handle: Any,
-        ranks: Sequence[int],
-        requests: Sequence[tuple[int, int, int, torch.Tensor]],
-        regions: list[Region | None],
-    ) -> Pending:
-        """Ask each rank for a block; ``regions`` gets the shared memory for each."""
-        bodies, targets = {}, {}
-        for rank, (_, dim, position, target) in zip(ranks, requests, strict=True):
-            region = None
-            if target.nbytes >= STAGED_BYTES:
-                # if the worker is replaced before it is asked, the value is lost: ``ask`` raises
-                region = self._pool.workers[rank].staging.lend(target.nbytes)
-            if region is None:
-                targets[rank] = wire.bytes_of(target)
-            offset = -1 if region is None else region.offset
-            what = handle.seq, handle.id, dim, position, offset, *wire.describe(target)
-            bodies[rank] = pack_ints(*what)
-            regions.append(region)
-        about = handle.era, handle.seq
-        return self._pool.ask(bodies, wire.FETCH, targets, about=about)
 
     def block(self, handle: Any) -> None:
         if self._pool.prints or not self._is_computed(handle):
@@ -419,12 +426,13 @@ class LocalRuntime:
                 self._pool.send_lock.release()
 
     def _free_shared(self) -> None:
-        for seq, ranks, regions in tuple(self._lent):
-            if self._pool.has_reached(seq, ranks):
-                free_all(regions)
-                self._lent.remove((seq, ranks, regions))
+        for _ in tuple(self._lent):  # each goes to the end, or goes
+            seq, ranks, targets = self._lent.popleft()
+            if not self._pool.has_reached(seq, ranks):
+                self._lent.append((seq, ranks, targets))
         for worker in tuple(self._pool.workers.values()):
             worker.staging.trim()
+        self._pool.landing.trim()
 
     def _restore(self, new_ranks: set[int]) -> None:
         """After a repair: give new workers the plans of the old ones."""

@@ -1,14 +1,19 @@
-"""Memory that the controller and one worker share, for large blocks on their way to the device.
+"""Memory that the controller and workers share, for large blocks on their way.
 
 ::
 
     controller                      a file without a name                     worker
     store(block) -- one copy -->  | state | bytes | state | bytes | ...  -->  tensor(offset, ...)
+    landing.tensor(shape)    <--  | state | bytes | state | bytes | ...  <--  one copy of its block
 
 A block takes a *region* of the file.  On a CPU the worker's value is a view of it.  On an
 accelerator the device copies from it by itself, since the worker has pinned it.  When the worker
 needs the region no more, it frees it, and the next block of about this size takes it: its pages are
 there already, and new pages take longer than the copy.
+
+A worker has a file for what is sent to it.  What the controller fetches comes through one file of
+the pool: each worker writes its block to its place in the whole, and the tensor that the user gets
+is that memory.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
@@ -36,6 +42,9 @@ _IDLE_S = 10.0
 _ON_THE_WAY_BYTES = 1 << 26
 """How much may be on the way to a worker: what comes then goes through the socket, which waits for
 the worker, so that calls far ahead do not fill the memory.
+"""
+_LENT_BYTES = 1 << 30
+"""How much of the memory that workers wrote to the user may have.  What is fetched then is copied.
 """
 _TRIED = 8
 """How many regions are asked whether they are free before a new one is made."""
@@ -56,8 +65,22 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _FAILED = ctypes.c_void_p(-1).value
 _MADV_REMOVE = 9
+_MADV_POPULATE_WRITE = 23
+_MAP_FIXED = 0x10
+_PUNCH_HOLE = 1 | 2  # and keep the size
+
+
+def copy(block: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor of any device to one of the host."""
+    block = block.detach().resolve_conj().resolve_neg()
+    if block.is_cpu and block.is_contiguous() and target.is_contiguous():
+        # torch would copy with several threads, for whose cores it may have to wait
+        ctypes.memmove(target.data_ptr(), block.data_ptr(), block.nbytes)
+    else:
+        target.copy_(block)
 
 
 def _room(num_bytes: int) -> int:
@@ -85,11 +108,13 @@ class Region:
             raise OSError(error, os.strerror(error))
         self._address = address
         self._state = ctypes.c_int64.from_address(address)
-        self.taken_at = 0.0
+        self.used_at = 0.0
+        self.is_apart = False
+        """Whether the memory is no part of the file any more."""
 
     @property
     def state(self) -> int:
-        return self._state.value
+        return GONE if self.is_apart else self._state.value
 
     @state.setter
     def state(self, state: int) -> None:
@@ -107,29 +132,32 @@ class Region:
         memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(self.address)
         if at_end is not None:
             weakref.finalize(memory, at_end).atexit = False
-        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+        return tensor.detach()  # no view of another tensor
 
-    def fill(self, block: torch.Tensor) -> None:
-        """Copy a tensor of any device into it."""
-        block = block.detach().resolve_conj().resolve_neg()
-        if block.is_cpu and block.is_contiguous():
-            # torch would copy with several threads, for whose cores it may have to wait
-            ctypes.memmove(self.address, block.data_ptr(), block.nbytes)
-        else:
-            self.tensor(tuple(block.shape), block.dtype).copy_(block)
-
-    def read(self, target: torch.Tensor) -> None:
-        """Copy it to a contiguous tensor of the host."""
-        ctypes.memmove(target.data_ptr(), self.address, target.nbytes)
+    def keep_apart(self, fd: int) -> None:
+        """Make it memory of this process alone, with the same bytes, also if a thread writes to it
+        meanwhile.
+        """
+        size, protection = _HEAD + self.room, mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        if _libc.mmap(self._address, size, protection, flags, fd, self.offset) == _FAILED:
+            raise OSError(ctypes.get_errno(), "what was fetched cannot be kept apart")
+        self.is_apart = True
+        # before Linux 5.14 a page is copied when it is written, and the file keeps the others
+        if _libc.madvise(self._address, size, _MADV_POPULATE_WRITE) == 0:
+            _libc.fallocate(fd, _PUNCH_HOLE, self.offset, size)
 
     def take(self) -> Region:
         self.state = TAKEN
-        self.taken_at = time.monotonic()
+        self.used_at = time.monotonic()
         return self
 
     def free(self) -> None:
         """Let the controller use it for another block."""
-        self.state = FREE
+        self.used_at = time.monotonic()
+        if not self.is_apart:
+            self.state = FREE
 
     def free_memory(self) -> None:
         """Give its pages back to the system, in all processes: it is gone."""
@@ -149,10 +177,14 @@ def free_all(regions: Iterable[Region | None]) -> None:
 class Staging:
     """The controller's side (any thread; the owner must call ``close``)."""
 
+    most = _ON_THE_WAY_BYTES
+    """How much may be taken at a time, but for a block that is larger."""
+    _is_closed = False
+
     def __init__(self, *, is_used: bool = True) -> None:
         self._is_used = is_used
         self.fd = os.memfd_create("torchpmap-staging", os.MFD_CLOEXEC)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the end of a tensor may come anywhere
         self._regions: defaultdict[int, deque[Region]] = defaultdict(deque)  # by their room
         self._end = 0
         self._sent: deque[Region] = deque()
@@ -164,33 +196,36 @@ class Staging:
         if region is None:
             return None
         try:
-            region.fill(block)
+            copy(block, region.tensor(tuple(block.shape), block.dtype))
         except BaseException:  # Ctrl-C
             region.free()
             raise
         return region
 
-    def lend(self, num_bytes: int) -> Region | None:
-        """A region for so many bytes, which is taken until it is freed; None if there is none."""
+    def lend(self, num_bytes: int, more: int = 0) -> Region | None:
+        """A region for so many bytes, which is taken until it is freed; None if there is none.
+
+        ``more``: how much more than ``most`` may be taken.
+        """
         if not self._is_used:
             return None
         room = _room(num_bytes)
         with self._lock:
             while self._sent and self._sent[0].state != TAKEN:
                 self._sent.popleft()
-            if not self._has_room(room):
+            if self._is_closed or not self._has_room(room, self.most + more):
                 return None
             region = self._found(self._regions[room]) or self._added(room)
             if region is not None:
                 self._sent.append(region)
             return region
 
-    def _has_room(self, room: int) -> bool:
+    def _has_room(self, room: int, most: int) -> bool:
         """Whether so much more may be on the way."""
-        if sum(region.room for region in self._sent) + room > _ON_THE_WAY_BYTES:
+        if sum(region.room for region in self._sent) + room > most:
             self._drop_arrived()
         on_the_way = sum(region.room for region in self._sent)
-        return not on_the_way or on_the_way + room <= _ON_THE_WAY_BYTES
+        return not on_the_way or on_the_way + room <= most
 
     def _drop_arrived(self) -> None:
         """Some have arrived after one that has not, or are there twice: used again since."""
@@ -231,20 +266,117 @@ class Staging:
             self._drop_arrived()  # a look at the state of one that is gone would bring a page back
             for regions in self._regions.values():
                 for region in tuple(regions):
-                    if region.state == FREE and now - region.taken_at > _IDLE_S:
+                    is_idle = now - region.used_at > _IDLE_S
+                    if is_idle and self._is_lost(region):
+                        region.free()
+                    elif is_idle and region.state == FREE:
                         region.free_memory()
+                        regions.remove(region)
+                    elif region.is_apart:
                         regions.remove(region)
         finally:
             self._lock.release()
 
+    def _is_lost(self, region: Region) -> bool:
+        """Whether it is taken, but Ctrl-C has come before anything could free it."""
+        return False
+
+    def abandon(self) -> None:
+        """In a forked child: a thread that is not there may hold the lock."""
+        self._lock = threading.RLock()
+        self.close()
+
     def close(self) -> None:
         """Close the file; idempotent."""
+        self._is_closed = True
         with self._lock:
             self._regions.clear()
             self._sent.clear()
             if self.fd >= 0:
                 os.close(self.fd)
             self.fd = -1
+
+
+class Landing(Staging):
+    """The controller's side of what it fetches; a tensor stays valid after ``close``."""
+
+    most = _LENT_BYTES
+
+    def tensor(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, is_passed_on: bool = False
+    ) -> torch.Tensor | None:
+        """Memory for a value, to which workers can write; None if there is none.
+
+        Args:
+            is_passed_on: it is copied and freed soon.
+        """
+        more = _ON_THE_WAY_BYTES if is_passed_on else 0
+        region = self.lend(math.prod(shape) * dtype.itemsize, more)
+        if region is None:
+            return None
+        address = region.address
+
+        def free() -> None:
+            _lent.pop(address, None)
+            region.free()
+            if self._is_closed:
+                self.close()
+
+        tensor = region.tensor(shape, dtype, free)
+        _lent[address] = _Lent(region, self)
+        return tensor
+
+    def region_of(self, tensor: torch.Tensor) -> Region | None:
+        """The region in which the elements of a tensor lie, if workers can write to it."""
+        lent = _lent.get(tensor.untyped_storage().data_ptr())
+        return lent.region if lent is not None and lent.landing is self else None
+
+    def close(self) -> None:
+        """No more is lent.  The file is closed when nothing lies in it (see ``_before_fork``)."""
+        self._is_closed = True
+        if not any(lent.landing is self for lent in tuple(_lent.values())):
+            super().close()
+
+    def filled(self, tensor: torch.Tensor) -> None:
+        """No worker writes to this tensor any more."""
+        lent = _lent.get(tensor.untyped_storage().data_ptr())
+        if lent is not None:
+            lent.is_filled = True
+
+    def _is_lost(self, region: Region) -> bool:
+        return region.state == TAKEN and region.address not in _lent
+
+
+@dataclass
+class _Lent:
+    """What a tensor of this process lies in."""
+
+    region: Region
+    landing: Landing
+    is_filled: bool = False
+
+
+_lent: dict[int, _Lent] = {}
+"""By the address of the bytes."""
+
+
+def _before_fork() -> None:
+    """What a child writes is not seen in its parent, nor the other way: as all memory is then,
+    these bytes are copied when they are written.
+    """
+    for address, lent in tuple(_lent.items()):
+        if lent.is_filled:
+            lent.region.keep_apart(lent.landing.fd)
+            _lent.pop(address, None)
+
+
+def _in_child() -> None:
+    for lent in _lent.values():  # threads that are not there wait for them
+        lent.region.is_apart = True
+    _lent.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 
 class Staged:
@@ -268,7 +400,11 @@ class Staged:
         Raises:
             OSError: this process has no memory to map it.
         """
-        region = self.region(offset, math.prod(shape) * dtype.itemsize)
+        try:
+            region = self.region(offset, math.prod(shape) * dtype.itemsize)
+        except OSError:
+            Region(self._fd, offset, 0).free()
+            raise
 
         def free() -> None:
             if not self._is_forked:
@@ -286,11 +422,7 @@ class Staged:
             self._unpin(old.address)
             old.free_memory()  # looking at its state has brought a page back
             del self._regions[old.offset]
-        try:
-            region = self._regions[offset] = Region(self._fd, offset, room)
-        except OSError:
-            Region(self._fd, offset, 0).free()
-            raise
+        region = self._regions[offset] = Region(self._fd, offset, room)
         self._pin(region.address, room)
         return region
 

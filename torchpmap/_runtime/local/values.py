@@ -12,17 +12,27 @@ import torch
 from torchpmap._base.errors import ShardLost
 from torchpmap._base.platform import Platform
 from torchpmap._runtime import wire
+from torchpmap._runtime.local import staging
 from torchpmap._runtime.local.staging import Staged
 from torchpmap._runtime.task import Usage, bytes_held
 from torchpmap._runtime.wire import FrameReader
 
 
 class Values:
-    def __init__(self, platform: Platform, device: torch.device, where: str, staged: Staged):
+    def __init__(
+        self,
+        platform: Platform,
+        device: torch.device,
+        where: str,
+        staged: Staged,
+        landed: Staged,
+    ) -> None:
+        """``staged``: where blocks come from; ``landed``: where those that are fetched go."""
         self._platform = platform
         self._device = device
         self._where = where
         self._staged = staged
+        self._landed = landed
         self._tensors: dict[int, torch.Tensor] = {}
 
     def of(self, handles: Iterable[int]) -> list[torch.Tensor]:
@@ -77,21 +87,31 @@ class Values:
     def fetched(self, body: memoryview) -> torch.Tensor | None:
         """A stored tensor on the host, or one row of it; None if it is in shared memory now.
 
-        The body of FETCH: handle, dim (-1: all of it), position, the offset in shared memory (-1:
-        none), and the dtype and shape that are expected.
+        The body of FETCH: handle, dim (-1: all of it), position, where in shared memory (offset of
+        the region or -1, its room, first element), the dtype and shape that are expected, and the
+        strides there.
         """
-        handle, dim, position, offset, *expected = body.cast("q").tolist()
+        handle, dim, position, offset, room, start, *expected = body.cast("q").tolist()
+        ndim = expected[1]
+        expected, strides = expected[: 2 + ndim], expected[2 + ndim :]
         (tensor,) = self.of([handle])
         if dim >= 0:
             tensor = tensor.select(dim, position)
         wire.refuse_other(tensor, expected, self._where)
-        region = None if offset < 0 else self._staged.region(offset, tensor.nbytes)
-        if not self._platform.is_asynchronous:
-            if region is None:
-                return tensor.resolve_conj().resolve_neg().contiguous()
-            region.fill(tensor)
-            return None
-        shape, dtype = tuple(tensor.shape), tensor.dtype
-        target = torch.empty(shape, dtype=dtype) if region is None else region.tensor(shape, dtype)
-        self._platform.fetch(tensor, target)
-        return target if region is None else None
+        if offset >= 0:
+            try:
+                region = self._landed.region(offset, room)
+            except OSError as error:
+                shape = tuple(tensor.shape)
+                raise wire.no_memory(self._where, shape, tensor.dtype) from error
+            whole = region.tensor((room // tensor.itemsize,), tensor.dtype)
+            target = whole.as_strided(tensor.shape, strides, start)
+        elif self._platform.is_asynchronous:
+            target = torch.empty(tensor.shape, dtype=tensor.dtype)
+        else:
+            return tensor.resolve_conj().resolve_neg().contiguous()
+        if self._platform.is_asynchronous:
+            self._platform.fetch(tensor, target)
+        else:
+            staging.copy(tensor, target)
+        return target if offset < 0 else None

@@ -150,7 +150,8 @@ class _Worker:
         self.is_forked = False
         self.where = f"on device {device.type}:{birth.rank}"
         self.staged = Staged(birth.staging.fd, self.platform.pin, self.platform.unpin)
-        self.values = Values(self.platform, device, self.where, self.staged)
+        self.landed = Staged(birth.landing.fd, self.platform.pin, self.platform.unpin)
+        self.values = Values(self.platform, device, self.where, self.staged, self.landed)
         self.store_path = birth.store.path()
         self.progress = WorkerProgress(birth.rank, birth.progress, birth.bell)
         sock = birth.command.socket()

@@ -208,6 +208,9 @@ class TorchrunRuntime:
                     self._completion.launched(self._seq, "receiving a value", communicates=False)
             return _Block(copy, team, self._seq)
 
+    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
         self.block(handle)
         for place, dim, position, target in requests:
