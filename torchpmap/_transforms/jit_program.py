@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
 from torchpmap._transforms.jit_gradient import Derivable, overwritten
 from torchpmap._transforms.jit_values import (
+    RESULT,
     Argument,
     ClosedOver,
     Copied,
@@ -44,6 +46,7 @@ from torchpmap._transforms.jit_values import (
     Place,
     StepNumbers,
     Value,
+    returned,
 )
 from torchpmap.random._streams import new_seed
 
@@ -81,14 +84,25 @@ class JitCall:
         """The arguments of which the function may read more than is compared."""
         return [x for x in self.leaves if not isinstance(x, torch.Tensor | SIMPLE)]
 
-    def of_tensors(self, given: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-        """Call the function with other tensors; see ``whole.Fun``."""
+    def without_tensors(self) -> JitCall:
+        """The same, for calls with others; it keeps none alive."""
+        other = copy.copy(self)
+        other.leaves = [_TENSOR if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        other.tensors = []
+        return other
+
+    def returned(self, given: Sequence[torch.Tensor]) -> Any:
+        """Call the function with other tensors."""
         rest = iter(given)
-        args, kwargs = self.structure.unflatten(
-            [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-        )
+        is_tensor = [leaf is _TENSOR or isinstance(leaf, torch.Tensor) for leaf in self.leaves]
+        leaves = zip(self.leaves, is_tensor, strict=True)
+        args, kwargs = self.structure.unflatten([next(rest) if x else leaf for leaf, x in leaves])
+        return self._fun(*args, **kwargs)
+
+    def of_tensors(self, given: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        """The same; see ``whole.Fun``."""
         places = {id(x): k for k, x in enumerate(given)}
-        values, tree = flatten(self._fun(*args, **kwargs))
+        values, tree = flatten(self.returned(given))
         template: list[Any] = []
         results = []
         for value in values:
@@ -97,7 +111,7 @@ class JitCall:
             elif isinstance(value, torch.Tensor) and is_real(value):
                 template.append(ClosedOver(value))
             elif isinstance(value, torch.Tensor):
-                template.append(_RESULT)
+                template.append(RESULT)
                 results.append(value)
             else:
                 _refuse_hidden(value)
@@ -119,8 +133,8 @@ def _refuse_hidden(value: Any) -> None:
         )
 
 
-_RESULT = object()
-"""Stands for what the graph returns."""
+_TENSOR = object()
+"""Stands for one among the leaves of a call."""
 
 
 class Program:
@@ -199,10 +213,10 @@ class Program:
         self._graded = list(map(target, traced.graded))
         self._cleared = list(map(target, traced.cleared))
         self._asked = [
-            (target(x), _layout_of_gradient(x) if had else None) for x, had in traced.asked
+            (target(x), layout_of_gradient(x) if had else None) for x, had in traced.asked
         ]
         self._closed = [x for x in traced.met if id(x) not in grad_of]
-        self._kinds = _kinds(self._closed)
+        self._kinds = kinds_of(self._closed)
         self._hooked = [(target(x), _hooks(x)) for x in traced.leaves]
         written = [x for x in traced.written if id(x) not in self._places]
         self._own = {id(x): x for x in (*self._closed, *written)}
@@ -226,12 +240,12 @@ class Program:
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all is as it was when the function was traced, but for values."""
-        if not self.plan.holds() or _kinds(self._closed) != self._kinds:
+        if not self.plan.holds() or kinds_of(self._closed) != self._kinds:
             return False
         if self._pattern(tensors) != self._alike:
             return False
         for target, layout in self._asked:
-            if _layout_of_gradient(target.of(tensors)) != layout:
+            if layout_of_gradient(target.of(tensors)) != layout:
                 return False
         for target, hooks in self._hooked:
             if _hooks(target.of(tensors)) != hooks:
@@ -285,7 +299,7 @@ class Program:
             results = self._derivable.call(start, held, leaves)
         for k, text in self._overwritten.items():
             results[k] = overwritten(results[k], text)
-        return self._tree.unflatten(self._returned(results, tensors))
+        return self._tree.unflatten(returned(self._values, results, tensors))
 
     def _start(
         self, tensors: Sequence[torch.Tensor], plan: Plan, held: list[Handle]
@@ -315,17 +329,6 @@ class Program:
             self._inputs[place].follow(*made)
         _write_all(targets, outputs[num:counted], handles[num:counted])
         return make_all(outputs[:num], handles[:num]), handles[end:]
-
-    def _returned(self, results: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
-        rest = iter(results)
-        return [
-            next(rest)
-            if value is _RESULT
-            else value.of(tensors)
-            if isinstance(value, Argument | ClosedOver | Copied)
-            else value
-            for value in self._values
-        ]
 
 
 class LoweredProgram:
@@ -374,7 +377,7 @@ class LoweredProgram:
         return f"<lowered {self._plan.prefix}>"
 
 
-def _layout_of_gradient(leaf: Any) -> Any:
+def layout_of_gradient(leaf: Any) -> Any:
     """Where the gradient of a leaf lies; None if it has none."""
     grad = leaf.grad
     return None if grad is None else getattr(grad, "_layout", grad.dtype)
@@ -385,7 +388,7 @@ def _hooks(leaf: torch.Tensor) -> tuple[int, ...]:
     return (*(leaf._backward_hooks or ()), *(leaf._post_accumulate_grad_hooks or ()))
 
 
-def _kinds(tensors: Sequence[Any]) -> Any:
+def kinds_of(tensors: Sequence[Any]) -> Any:
     """What must not change of tensors that a function closes over."""
     where = [x._layout if type(x) is ShardedTensor else (x.shape, x.dtype) for x in tensors]
     return where, [x.requires_grad for x in tensors]
