@@ -99,6 +99,7 @@ class Jitted(Generic[_P, _R]):
         self._untraceable: set[Hashable] = set()
         self._environment = Environment(fun, by_name=_BY_NAME)
         self._runtime: Any = None
+        self._make: Callable[..., Program] = Program
         self.num_traces = 0
 
     def __repr__(self) -> str:
@@ -117,7 +118,8 @@ class Jitted(Generic[_P, _R]):
         if self._is_part():
             return self.__wrapped__(*args, **kwargs)
         if not self._is_traced:
-            return cast(_R, self._fun(*args, **kwargs))
+            fun = self.__wrapped__ if is_transformed() else self._fun
+            return cast(_R, fun(*args, **kwargs))
         try:
             if is_transformed():
                 return cast(_R, self._run_transformed(args, kwargs))
@@ -139,7 +141,7 @@ class Jitted(Generic[_P, _R]):
             TraceError: the function cannot be traced, or is never traced (``compile=False``).
         """
         call = JitCall(self._fun, args, kwargs)
-        program = self._program(call, Program) if self._is_traced else None
+        program = self._program(call, self._make) if self._is_traced else None
         if program is None:
             prefix = self._options.prefix
             raise TraceError(f"{prefix}: it runs operation by operation: there is no graph to show")
@@ -147,7 +149,7 @@ class Jitted(Generic[_P, _R]):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = JitCall(self._fun, args, kwargs)
-        program = self._program(call, Program)
+        program = self._program(call, self._make)
         if program is not None and not program.refuses(call.tensors):
             return program.run(call.tensors)
         if program is not None and not self._has_refused:
@@ -174,7 +176,7 @@ class Jitted(Generic[_P, _R]):
     def _program(self, call: JitCall, make: Callable[..., _Kind]) -> _Kind | None:
         """What runs a call; None: the function itself, operation by operation."""
         structure, kinds = call.structure, tuple(map(_leaf_key, call.leaves))
-        modes = torch.is_grad_enabled(), make is Program
+        modes = torch.is_grad_enabled(), make is self._make
         key = structure, structure.dict_order, keyed(), modes, kinds
         runtime = current_runtime()
         if runtime is not self._runtime:
@@ -200,7 +202,7 @@ class Jitted(Generic[_P, _R]):
     def _traced(self, key: Hashable, call: JitCall, make: Callable[..., _Kind]) -> _Kind | None:
         self._note(call)
         objects = tuple(call.objects())
-        environments = [self._environment]
+        environments: list[Environment] = [self._environment]
         if objects:
             environments.append(Environment(self.__wrapped__, objects, by_name=_BY_NAME))
         with ExitStack() as stack:
@@ -210,7 +212,7 @@ class Jitted(Generic[_P, _R]):
             snapshot = Snapshot(reached, _BY_NAME)
             try:
                 optimizers = [x for x in reached if isinstance(x, Optimizer)]
-                program = make(call, self._options, optimizers)
+                program: _Kind = make(call, self._options, optimizers)
                 self._refuse_leaks(snapshot)
             except BaseException as error:
                 snapshot.restore()
@@ -273,11 +275,12 @@ class Jitted(Generic[_P, _R]):
 class _Derived(Jitted[..., Any]):
     """A derivative or a batched form of a jitted function, on tensors that no transform follows."""
 
-    def __init__(self, of: Jitted[..., Any], body: Body) -> None:
+    def __init__(self, of: Jitted[..., Any], body: Body, alike: Sequence[int]) -> None:
         compile, fullgraph, timeout, _ = of._given
         super().__init__(_no_surroundings, compile, fullgraph, timeout, None)
         self._options = of._options
         self._fun = lambda *tensors: body(tensors)
+        self._make = functools.partial(Program, alike=alike)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return cast(list[torch.Tensor], self._run(tuple(tensors), {}))

@@ -32,6 +32,7 @@ from torchpmap._sharded.transfer import gather
 from torchpmap._sharded.views import is_linked, linked, write
 from torchpmap._trace.capture import is_real
 from torchpmap._trace.compile import Backend
+from torchpmap._trace.graphs import results_of
 from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
@@ -141,8 +142,15 @@ class Program:
     """What runs for one kind of call."""
 
     def __init__(
-        self, call: JitCall, options: Options, optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        call: JitCall,
+        options: Options,
+        optimizers: Sequence[torch.optim.Optimizer],
+        alike: Sequence[int] = (),
     ) -> None:
+        """``alike``: for each of the first results the argument whose gradient it is, which says
+        where it is to lie.
+        """
         tensors, seed = call.tensors, new_seed()
         device = current_runtime().device
         traced = trace_whole(call.of_tensors, tensors, device, seed, _wish_for_gradient, optimizers)
@@ -173,7 +181,11 @@ class Program:
                 "one mesh for all",
             )
         weights = [k for k, x in enumerate(traced.captured) if type(x) is ShardedTensor]
-        wanted = [*([None] * traced.num_results), *kept]
+        sources = [tensors[k] for k in alike] + [None] * len(self._values)
+        pairs = zip(self._values, sources, strict=False)
+        results = [source for value, source in pairs if value is RESULT]
+        made = (node.meta["val"] for node in results_of(traced.graph.graph))
+        wanted = [*map(_like, made, results), *kept]
         target = options.target(grid, seed)
         given = target, traced.graph, inputs, weights, wanted
         self._derivable = None
@@ -375,6 +387,13 @@ class LoweredProgram:
 
     def __repr__(self) -> str:
         return f"<lowered {self._plan.prefix}>"
+
+
+def _like(made: torch.Tensor, source: torch.Tensor | None) -> Layout | None:
+    """Where a result is to lie; None if anywhere."""
+    if type(source) is not ShardedTensor or source.shape != made.shape:
+        return None
+    return source._alive()[0] if source.dtype == made.dtype else None
 
 
 def layout_of_gradient(leaf: Any) -> Any:

@@ -43,8 +43,8 @@ from torchpmap._transforms.jit_values import returned
 from torchpmap.random._streams import batched_key, draw_key, new_seed, streams_of
 
 Body = Callable[[Tensors], list[torch.Tensor]]
-Make = Callable[[Body], Body]
-"""A body -> the same as programs."""
+Make = Callable[[Body, tuple[int, ...]], Body]
+"""A body -> the same as programs; with the inputs whose gradients its first results are."""
 
 
 class WholeFunction:
@@ -65,7 +65,7 @@ class WholeFunction:
         self._make, self._body = make, body
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
         self._keys, self._mirrored = keys, mirrored
-        self._program = make(body)
+        self._program = make(body, mirrored)
         self._derived: dict[Any, WholeFunction] = {}
 
     @property
@@ -191,7 +191,8 @@ class Outline:
             return template, [x.detach() for x in results]
 
         device = current_runtime().device
-        traced = trace_whole(flat, kinds, device, seed, lambda *_: None, optimizers)
+        with outside_transforms():
+            traced = trace_whole(flat, kinds, device, seed, lambda *_: None, optimizers)
         _refuse_effects(traced, options.where)
         self._tree, self._values = traced.returned
         self._met = traced.met

@@ -68,7 +68,7 @@ RESULT = object()
 def returned(
     values: Sequence[Any], results: Iterable[Any], tensors: Sequence[torch.Tensor]
 ) -> list[Any]:
-    """What a call returns; ``values``: of the first, with ``RESULT`` in the place of ``results``."""
+    """What a call returns; ``values``: of the first one, with ``RESULT`` for each of these."""
     rest = iter(results)
     return [
         next(rest)
