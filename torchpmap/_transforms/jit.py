@@ -347,6 +347,7 @@ def jit(
     to each device.  The first call of a kind traces the function on whole shapes; Python code runs
     then and not again.  What it writes (parameters, buffers, ``.grad``, state of optimizers) is
     written as by the same code without ``jit``, and rates of schedules may change between calls.
+    ``backward()`` from outside, and transforms of ``torch.func`` around calls, run programs too.
 
     Args:
         fun: a function of pytrees of tensors and other values, which are compared by value.  Left

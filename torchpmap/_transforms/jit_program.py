@@ -181,11 +181,7 @@ class Program:
                 "one mesh for all",
             )
         weights = [k for k, x in enumerate(traced.captured) if type(x) is ShardedTensor]
-        sources = [tensors[k] for k in alike] + [None] * len(self._values)
-        pairs = zip(self._values, sources, strict=False)
-        results = [source for value, source in pairs if value is RESULT]
-        made = (node.meta["val"] for node in results_of(traced.graph.graph))
-        wanted = [*map(_like, made, results), *kept]
+        wanted = [*self._wished(traced, [tensors[k] for k in alike]), *kept]
         target = options.target(grid, seed)
         given = target, traced.graph, inputs, weights, wanted
         self._derivable = None
@@ -202,6 +198,14 @@ class Program:
             few = "; ".join(map(str, self.resharded[:3]))
             more = f"; and {len(self.resharded) - 3} more" if len(self.resharded) > 3 else ""
             tell_of_gather(f"{options.prefix}: operands are resharded: {few}{more}")
+
+    def _wished(self, traced: WholeTrace, alike: Sequence[torch.Tensor]) -> list[Layout | None]:
+        """Where results are to lie; None if anywhere."""
+        sources = [*alike, *([None] * len(self._values))]
+        pairs = zip(self._values, sources, strict=False)
+        results = [source for value, source in pairs if value is RESULT]
+        made = (node.meta["val"] for node in results_of(traced.graph.graph))
+        return list(map(_like, made, results))
 
     def _input(
         self, x: torch.Tensor, seed: torch.Tensor, layout: Layout, traced: WholeTrace
@@ -390,7 +394,7 @@ class LoweredProgram:
 
 
 def _like(made: torch.Tensor, source: torch.Tensor | None) -> Layout | None:
-    """Where a result is to lie; None if anywhere."""
+    """Where the source lies, if a result could lie so."""
     if type(source) is not ShardedTensor or source.shape != made.shape:
         return None
     return source._alive()[0] if source.dtype == made.dtype else None
