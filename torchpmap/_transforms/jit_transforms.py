@@ -242,11 +242,8 @@ class Outline:
             values, _ = flatten(self._call.returned(tensors[:count]))
         if len(values) != len(self._values):
             raise RuntimeError(other_closures(self._prefix))
-        return [
-            find(value)
-            for value, known in zip(values, self._values, strict=True)
-            if known is RESULT
-        ]
+        pairs = zip(values, self._values, strict=True)
+        return [value for value, known in pairs if known is RESULT]
 
 
 def _of_kind(x: torch.Tensor) -> torch.Tensor:
