@@ -1,10 +1,11 @@
 """Random programs for ``jit``: ordinary torch, on values that lie anywhere.
 
     python tests/jit/_random_jit.py 2000 7      # as many programs, from this seed
+    python tests/jit/_random_jit.py 400 7 around    # under transforms of torch.func
 
 A program is a few operations on values of 4 elements in each dim, so that no error tells when one
-dim is taken for another.  Its gradients are taken inside of the function, outside of it, or by a
-step of an optimizer.  What is right is what torch gives in one process.
+dim is taken for another.  Its gradients are taken inside of the function, outside of it, by a step
+of an optimizer, or by transforms around it.  What is right is what torch gives in one process.
 """
 
 import os
@@ -22,6 +23,7 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 from _support import EAGER
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import torchpmap as tp
@@ -102,6 +104,34 @@ BINARY: dict[str, Callable[[Any, Any, int], Any]] = {
     "masked": lambda x, y, d: x.masked_fill(y > 0, 0.5),
 }
 WAYS = ["forward", "inside", "outside", "one of two", "step"]
+
+
+def scalar(f: Any) -> Any:
+    def loss(a: Any, b: Any) -> Any:
+        result, other = f(a, b)
+        return result.sin().sum() + (other * 2).sum()
+
+    return loss
+
+
+def pushed(f: Any, a: Any, b: Any) -> Any:
+    return torch.func.jvp(f, (a, b), (b.sin() if b.shape == a.shape else a * 2, b * 3))
+
+
+def second(f: Any, a: Any, b: Any) -> Any:
+    inner = torch.func.grad(scalar(f))
+    return torch.func.grad(lambda a, b: inner(a, b).square().sum(), (0, 1))(a, b)
+
+
+AROUND: dict[str, Callable[..., Any]] = {
+    "grad": lambda f, a, b: torch.func.grad(scalar(f), (0, 1))(a, b),
+    "jvp": pushed,
+    "vmap": lambda f, a, b: torch.func.vmap(f)(a, b),
+    "second": second,
+    "grad of rows": lambda f, a, b: torch.func.vmap(torch.func.grad(scalar(f)))(a, b),
+    "jacrev": lambda f, a, b: torch.func.jacrev(lambda a: f(a, b)[0])(a),
+}
+"""Transforms around a jitted function, by the names of ways."""
 SPECS = [(), (0,), (1,), (0, 1), (1, 0)]
 """Of two dims: the axes of a mesh that cut each."""
 
@@ -124,7 +154,7 @@ class RandomProgram(NamedTuple):
     """Of each input: 0 in this process, 1 on a line of devices, 2 on a square; and its spec."""
 
 
-def made(seed: object) -> RandomProgram:
+def made(seed: object, ways: list[str] = WAYS) -> RandomProgram:
     r = random.Random(f"{seed}")
     shapes = [(4,) * r.choice([2, 2, 3]) for _ in range(r.choice([3, 4, 5]))]
     steps: list[Step] = []
@@ -141,7 +171,10 @@ def made(seed: object) -> RandomProgram:
             steps.append(Step(r.choice(list(BINARY)), (a, b), r.randrange(rank)))
             ranks.append(max(ranks[a], ranks[b]))
     layouts = [(r.choice([0, 1, 1, 2, 2]), r.choice(SPECS)) for _ in shapes]
-    return RandomProgram(shapes, steps, r.choice(WAYS), r.random() < 0.3, layouts)
+    way, writes = r.choice(ways), r.random() < 0.3
+    if way in AROUND:  # torch refuses checkpoints and writes there
+        steps = [x._replace(operation="sin") if x.operation == "checkpoint" else x for x in steps]
+    return RandomProgram(shapes, steps, way, writes and way not in AROUND, layouts)
 
 
 def placed(x: torch.Tensor, layout: tuple[int, Any]) -> Any:
@@ -158,12 +191,14 @@ def run(program: RandomProgram, on_devices: bool) -> list[torch.Tensor]:
     """All that a program gives and leaves behind, after two calls."""
     generator = torch.Generator().manual_seed(1)
 
-    def new(k: int) -> Any:
-        x = torch.randn(program.shapes[k], dtype=torch.float64, generator=generator)
+    def new(k: int, *rows: int) -> Any:
+        shape = (*rows, *program.shapes[k])
+        x = torch.randn(shape, dtype=torch.float64, generator=generator)
         return placed(x, program.layouts[k]) if on_devices else x
 
     closed = [new(k) for k in range(2, len(program.shapes))]
-    trained = [x.requires_grad_() for x in closed[::2]] if program.way != "forward" else []
+    is_trained = program.way not in ("forward", *AROUND)
+    trained = [x.requires_grad_() for x in closed[::2]] if is_trained else []
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9) if program.way == "step" else None
     count = new(0) * 0
 
@@ -188,6 +223,11 @@ def run(program: RandomProgram, on_devices: bool) -> list[torch.Tensor]:
     jitted = tp.jit(f, compile=EAGER, fullgraph=True) if on_devices else f
     found: list[Any] = []
     for _ in range(2):
+        if program.way in AROUND:
+            rows = (4,) if program.way in ("vmap", "grad of rows") else ()
+            results = AROUND[program.way](jitted, new(0, *rows), new(1, *rows))
+            found += [x.cpu().clone() for x in tree_leaves(results)]
+            continue
         result, other = jitted(new(0), new(1))
         if program.way == "outside" and result.requires_grad:
             (result.sin().sum() + (other * 2).sum()).backward()
@@ -215,11 +255,11 @@ def failure(program: RandomProgram) -> str | None:
     return None
 
 
-def main(count: int, seed: str) -> int:
+def main(count: int, seed: str, around: str = "") -> int:
     tp.init(4)
     begin, failures = time.monotonic(), 0
     for k in range(count):
-        program = made(f"{seed}:{k}")
+        program = made(f"{seed}:{k}", list(AROUND) if around else WAYS)
         wrong = failure(program)
         if wrong is not None:
             failures += 1
@@ -229,4 +269,4 @@ def main(count: int, seed: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main(int(sys.argv[1]), sys.argv[2])))
+    sys.exit(bool(main(int(sys.argv[1]), *sys.argv[2:])))

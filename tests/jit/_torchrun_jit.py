@@ -3,9 +3,13 @@
 import functools
 
 import torch
+from _cases import data
 from _models import LAYOUTS, cut, made, placed
 from test_jit_outside import train as train_outside
 from test_jit_training import adamw, train
+from test_jit_transforms import AROUND, PLACES, f
+from test_jit_transforms import jit as jitted
+from torch.utils._pytree import tree_leaves
 
 import torchpmap as tp
 
@@ -33,6 +37,12 @@ def main() -> None:
             losses, _ = train_outside(kind, model, jit, put)
             expected_outside, _ = train_outside(kind, made(kind))
             torch.testing.assert_close(losses, expected_outside, rtol=1e-12, atol=0)
+    w, x = data(0), data(1)
+    for name in ("grad", "jvp of grad", "gradients of rows"):
+        mine = AROUND[name](jitted(f), PLACES["columns"](w), PLACES["rows"](x))
+        right = tree_leaves(AROUND[name](f, w, x))
+        for a, b in zip(tree_leaves(mine), right, strict=True):
+            torch.testing.assert_close(tp.multihost.all_gather(a), b, rtol=1e-12, atol=1e-12)
 
 
 if __name__ == "__main__":

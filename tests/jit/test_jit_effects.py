@@ -493,13 +493,6 @@ def function_transforms_inside(on):
     return list(f(on.put(data())))
 
 
-@CASES.add(0)
-def function_transforms_outside(on):
-    w = on.put(data(1, 8))
-    f = on.jit(lambda x: (x * w).sin().sum())
-    return [torch.func.grad(f)(on.put(data())), torch.func.vmap(f)(on.put(data()))]
-
-
 @CASES.add(1)
 def second_derivatives(on):
     model = on.model()

@@ -17,10 +17,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,21 +31,24 @@ from torchpmap._collectives.primitives import AllReduce, Scope, apply
 from torchpmap._collectives.varying import axes_of, set_axes
 from torchpmap._layout.axis_stack import Axis, joined
 from torchpmap._layout.grid import Cut, Grid
-from torchpmap._layout.layout import Layout
+from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.lower import Body, Pair, Target, lower, lower_pair
-from torchpmap._plan.plan import Drawn, Pinned, Plan
-from torchpmap._plan.uncompiled import UncompiledPlan
+from torchpmap._plan.plan import Plan
 from torchpmap._runtime.base import Handle
-from torchpmap._sharded.device_put import handle_of, handles_of
-from torchpmap._trace.block_program import BlockProgram
-from torchpmap._trace.capture import Substitute
+from torchpmap._sharded.device_put import handles_of
+from torchpmap._sharded.tensor import ShardedTensor, make_sharded
+from torchpmap._sharded.transfer import gather, is_whole_here, move
 from torchpmap._trace.casts import times_tracked, tracked
-from torchpmap._trace.compile import EAGER
-from torchpmap._trace.program import Outcome, Program
+from torchpmap._trace.program import Outcome
 from torchpmap._trace.transformable import jvp_of
+from torchpmap.random._streams import batched_key
 
 Tensors = Sequence[torch.Tensor]
 Outputs = list[tuple[Layout, Handle]]
+PullBack = Callable[[tuple[int, ...], tuple[int, ...], Tensors], list[torch.Tensor]]
+"""(wanted, given, [*primals, *cotangents of the outputs given]) -> gradients of the inputs wanted.
+"""
+OutDims = Callable[[Tensors], list[int | None]]
 
 
 class Differentiable:
@@ -66,7 +68,7 @@ class Differentiable:
         """How many trailing dims of each output are batch dims."""
         self._batch_dims_in = (0,) * len(layouts)
         self._pairs: dict[Any, Pair | None] = {}
-        self.cotangents: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._cotangents: dict[tuple[int, ...], tuple[int, ...]] = {}
         """By the inputs whose gradient was wanted: the outputs whose cotangents there were."""
 
     @property
@@ -75,16 +77,73 @@ class Differentiable:
             self._plan = lower(self.target, self.body, self.layouts)
         return self._plan
 
+    def settings(self) -> AbstractContextManager[Any]:
+        return self.target.settings()
+
     @property
     def outputs(self) -> tuple[Layout, ...]:
         return self.plan.outputs[: len(self.plan.outputs) - self.plan.num_checks]
 
-    def start(self, tensors: Tensors) -> Outputs:
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
         """Run on tensors that no transform is tracing."""
+        return self.results(self.start(tensors), tensors)
+
+    def run_for(
+        self, wanted: tuple[int, ...], tensors: Tensors
+    ) -> tuple[list[torch.Tensor], PullBack | None]:
+        """``run``, and how gradients of the inputs ``wanted`` follow from what that leaves on the
+        workers.
+        """
+        expected = self._cotangents.get(wanted, self.inexact_outputs())
+        pair = self.pair(wanted, expected)
+        if pair is None:
+            return self.run(tensors), None
+        outputs, residuals = _forward(pair, self.placed(tensors))
+
+        def pull_back(some: tuple[int, ...], given: tuple[int, ...], tensors: Tensors) -> Any:
+            self._cotangents[wanted] = given
+            derived = self.vjp(some, given)
+            count, left, pair = len(self.layouts), residuals, self.pair(wanted, given)
+            if pair is None:
+                return derived.run(tensors)
+            if given != expected:
+                left = _forward(pair, self.placed(tensors[:count]))[1]
+            layouts = [self.outputs[k] for k in given]
+            held = handles_of(tensors[count:], layouts)
+            gradients = pair.backward.call([*left, *held]).outputs
+            return derived.results([gradients[wanted.index(k)] for k in some], tensors)
+
+        return self.results(outputs, tensors), pull_back
+
+    def start(self, tensors: Tensors) -> Outputs:
         return self.plan.call(self.placed(tensors)).outputs
+
+    def results(self, outputs: Outputs, tensors: Tensors) -> list[torch.Tensor]:
+        """The outputs as tensors; gradients of host tensors are such."""
+        strides = [
+            _batch_first(layout.shape, dims) if dims else None
+            for (layout, _), dims in zip(outputs, self.batch_dims(), strict=True)
+        ]
+        results: list[torch.Tensor] = [
+            make_sharded(layout, handle, order)
+            for (layout, handle), order in zip(outputs, strides, strict=True)
+        ]
+        for position, source in enumerate(self.mirrored):
+            original = tensors[source]
+            if type(original) is not ShardedTensor:
+                value = whole(*outputs[position]).to(original.device)
+                order = strides[position]
+                if order is not None:
+                    value = value.new_empty_strided(value.shape, order).copy_(value)
+                results[position] = value
+        return results
 
     def placed(self, tensors: Tensors) -> list[Handle]:
         return handles_of(tensors, self.layouts)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.outputs)
 
     def inexact_inputs(self) -> tuple[int, ...]:
         return tuple(k for k, layout in enumerate(self.layouts) if is_inexact(layout.dtype))
@@ -117,6 +176,25 @@ class Differentiable:
         derived._batch_dims_in = (*own, *(own[k] for k in given))
         derived.batch_dims = lambda: tuple(self.batch_dims()[k] for k in self.inexact_outputs())
         return derived
+
+    def batched(
+        self, info: Any, dims: Sequence[int | None], tensors: Tensors
+    ) -> tuple[Differentiable, list[torch.Tensor], OutDims]:
+        """The batched form, its inputs, and the batch dims of its outputs, once it has run."""
+        moved = [
+            x if dim is None else x.movedim(dim, -1) for x, dim in zip(tensors, dims, strict=True)
+        ]
+        which = [dim is not None for dim in dims]
+        for k in self.keys:
+            if not which[k]:
+                moved[k], which[k] = batched_key(moved[k], info)
+        derived = self.vmap(tuple(which), info.batch_size)
+
+        def out_dims(results: Tensors) -> list[int | None]:
+            pairs = zip(results, derived.batched_outputs(), strict=True)
+            return [result.dim() - 1 if has else None for result, has in pairs]
+
+        return derived, moved, out_dims
 
     def vmap(self, which: tuple[bool, ...], size: int) -> Differentiable:
         """This function for a batch of values of the inputs ``which``, along a new last dim."""
@@ -309,86 +387,37 @@ def _summed(gradients: Tensors, cuts: Sequence[Cut], grid: Grid, axis: Axis) -> 
     return [total.to(x.dtype) for x, total in zip(gradients, summed, strict=True)]
 
 
-# -- the user's program ----------------------------------------------------------------------------
+def _forward(pair: Pair, held: list[Handle]) -> tuple[Outputs, list[Handle]]:
+    """The outputs, and the residuals."""
+    plan = pair.forward
+    handles = plan.run(held)
+    count = len(plan.outputs)
+    return list(zip(plan.outputs, handles[:count], strict=True)), handles[count:]
 
 
-class Surroundings(Protocol):
-    """What a program reads besides tensors."""
+def whole(layout: Layout, handle: Handle) -> torch.Tensor:
+    """The gradient of a host tensor, on the host of every process.
 
-    def changed(self) -> bool:
-        """Whether something has changed since it was traced."""
+    All processes gave the same tensor if others have parts of its gradient, and take this step
+    together, as they compute the gradient together.
+    """
+    if not is_whole_here(layout):
+        wanted = replicated_layout(layout.shape, layout.dtype, layout.devices)
+        layout, handle = wanted, move(layout, handle, wanted)
+    return gather(layout, handle)
 
-    def tracing(self) -> AbstractContextManager[None]:
-        """While the program is traced: what it changes by itself is no change."""
 
+def _batch_first(shape: Sequence[int], num_batch_dims: int) -> list[int]:
+    """Strides that make a result contiguous for each of the vmaps around the call.
 
-class MappedProgram(Differentiable):
-    """A mapped program; its inputs are its arguments and then the tensors it closes over."""
-
-    def __init__(
-        self,
-        target: Target,
-        program: Program | BlockProgram,
-        layouts: Sequence[Layout],
-        plan: Plan | UncompiledPlan,
-        surroundings: Surroundings,
-        outside: Collection[int] = (),
-    ) -> None:
-        """``surroundings``: what the program reads, as of when ``plan`` was traced."""
-        self._program = program
-        self._surroundings = surroundings
-        self._num_arguments = len(layouts)
-        if isinstance(plan, UncompiledPlan):
-            # derivatives need a graph, even if the call itself runs without one
-            target = replace(target, backend=EAGER)
-            with surroundings.tracing():
-                plan = lower(target, program.run, layouts, outside)
-        self.captured, self._pinned = plan.captured, plan.pinned
-        layouts = [*layouts, *(captured.layout for captured in plan.captured)]
-        super().__init__(target, self._body, layouts)
-        self._plan = plan
-        self.keys = tuple(
-            self._num_arguments + k
-            for k, captured in enumerate(plan.captured)
-            if isinstance(captured, Drawn)
-        )
-
-    def _body(self, blocks: Tensors, axis: Axis) -> Outcome:
-        count = self._num_arguments
-        given = {
-            id(captured.tensor): block
-            for captured, block in zip(self.captured, blocks[count:], strict=True)
-        }
-        missing = set(given)
-
-        def find(tensor: torch.Tensor) -> torch.Tensor:
-            missing.discard(id(tensor))
-            return given.get(id(tensor), tensor)
-
-        if self._surroundings.changed() or not all(map(Pinned.holds, self._pinned)):
-            raise RuntimeError(other_surroundings(self.target.prefix))
-        if self.plan.writes_inputs:  # a transform allows writes only to tensors that it made
-            blocks = [block.clone() for block in blocks]
-        with self._surroundings.tracing(), Substitute(find):
-            outcome = self._program.run(blocks[:count], axis)
-        if missing:
-            raise RuntimeError(other_closures(self.target.prefix))
-        return outcome
-
-    def placed(self, tensors: Tensors) -> list[Handle]:
-        """Captured tensors that have not changed are on the devices already."""
-        count = self._num_arguments
-        arguments = zip(tensors[:count], self.layouts[:count], strict=True)
-        closures = zip(tensors[count:], self.captured, strict=True)
-        return [handle_of(x, layout) for x, layout in arguments] + [
-            captured.handle() if x is captured.tensor else handle_of(x, captured.layout)
-            for x, captured in closures
-        ]
-
-    def start(self, tensors: Tensors) -> Outputs:
-        held = self.placed(tensors)
-        count = self._num_arguments
-        return self.plan.call(held[:count], held[count:]).outputs
+    torch copies a tangent that has other strides than its primal, and fails if both are views.
+    """
+    front = len(shape) - num_batch_dims
+    strides, size = [0] * len(shape), 1
+    for dim in [*reversed(range(front)), *range(front, len(shape))]:
+        strides[dim] = size
+        size *= max(1, shape[dim])
+    return strides
 
 
 def sparse_gradient(prefix: str, gradient: torch.Tensor) -> str:
@@ -397,20 +426,4 @@ def sparse_gradient(prefix: str, gradient: torch.Tensor) -> str:
         f"{prefix}: the gradient of type {kind} of what the function was given has the layout "
         f"{gradient.layout}, but gradients that come from the devices are dense. Leave out "
         "sparse=True (of torch.nn.Embedding, embedding or embedding_bag)."
-    )
-
-
-def other_closures(prefix: str) -> str:
-    return (
-        f"{prefix}: the function closes over other tensors now, when its derivative is traced, "
-        "than when it was called (for example, a module whose parameters were swapped for the "
-        "call). Pass them as arguments."
-    )
-
-
-def other_surroundings(prefix: str) -> str:
-    return (
-        f"{prefix}: what the function reads from outside itself (a global, an attribute, the "
-        "training mode of a module, an array) has changed since the call, and a derivative of that "
-        "call is only traced now. Change it after backward(), or pass it as an argument."
     )

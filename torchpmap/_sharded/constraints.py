@@ -101,8 +101,35 @@ def constrained(x: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
     if number is None:
         number = _numbers[sharding] = len(_shardings)
         _shardings.append(sharding)
-    result: torch.Tensor = CONSTRAIN(x, number)
+    result: torch.Tensor = _Constrain.apply(x, number)
     return result
+
+
+class _Constrain(torch.autograd.Function):
+    """Its derivatives have the same wish, also of each value of a batch."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, number: int) -> torch.Tensor:
+        result: torch.Tensor = CONSTRAIN(x, number)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.sharding = _shardings[inputs[1]]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        return constrained(cotangent, ctx.sharding), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
+        return constrained(tangent, ctx.sharding)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], x: torch.Tensor, number: int) -> Any:
+        mesh, spec = _shardings[number].mesh, _shardings[number].spec
+        rows = NamedSharding(mesh, PartitionSpec(None, *spec))
+        return constrained(x.movedim(dims[0], 0), rows), 0
 
 
 def wishes(module: GraphModule) -> dict[Node, Layout]:
@@ -121,11 +148,5 @@ _library.define("constrain(Tensor x, int number) -> Tensor")
 _library.impl("constrain", lambda x, number: x.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake(
     "torchpmap::constrain", lambda x, number: torch.empty_like(x), lib=_library
-)
-torch.library.register_autograd(
-    "torchpmap::constrain",
-    lambda ctx, cotangent: (CONSTRAIN(cotangent, ctx.number), None),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "number", inputs[1]),
-    lib=_library,
 )
 CONSTRAIN: Any = torch.ops.torchpmap.constrain.default

@@ -25,6 +25,7 @@ from torchpmap._base.torch_internals import (
     is_wrapped,
     new_fake,
     outside_modes,
+    outside_transforms,
     torch_function_off,
 )
 from torchpmap._base.torch_versions import applying
@@ -94,6 +95,10 @@ class WholeCapture(Capture):
         """What shares its value with something captured; kept, so that no other gets its id."""
 
     def _add(self, real: torch.Tensor) -> torch.Tensor:
+        with outside_transforms():  # one inside the function may be the first to meet it
+            return self._added(real)
+
+    def _added(self, real: torch.Tensor) -> torch.Tensor:
         linked = self._linked(real)
         if linked is None:
             stand_in = self._stand_in(real)

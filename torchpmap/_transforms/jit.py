@@ -10,7 +10,7 @@ import functools
 import reprlib
 import threading
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
@@ -44,11 +44,13 @@ from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms.call import check_function, name_of
 from torchpmap._transforms.jit_program import JitCall, LoweredProgram, Options, Program
+from torchpmap._transforms.jit_transforms import Body, Outline
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH
 from torchpmap._transforms.retraces import Retraces
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Kind = TypeVar("_Kind", Program, Outline)
 
 _MAX_PROGRAMS = 8
 """Of one kind of call, that differ in what they close over."""
@@ -89,7 +91,7 @@ class Jitted(Generic[_P, _R]):
         self._fullgraph = fullgraph
         self._has_refused = False
         self._lock = threading.RLock()
-        self._programs: dict[Hashable, list[tuple[Program, list[Environment]]]] = {}
+        self._programs: dict[Hashable, list[tuple[Program | Outline, list[Environment]]]] = {}
         """With each, what it reads from outside, and what the objects among its arguments lead to.
         The latest is first: ``train()`` and ``eval()`` take turns.
         """
@@ -97,6 +99,7 @@ class Jitted(Generic[_P, _R]):
         self._untraceable: set[Hashable] = set()
         self._environment = Environment(fun, by_name=_BY_NAME)
         self._runtime: Any = None
+        self._make: Callable[..., Program] = Program
         self.num_traces = 0
 
     def __repr__(self) -> str:
@@ -115,16 +118,19 @@ class Jitted(Generic[_P, _R]):
         if self._is_part():
             return self.__wrapped__(*args, **kwargs)
         if not self._is_traced:
-            return cast(_R, self._fun(*args, **kwargs))
+            fun = self.__wrapped__ if is_transformed() else self._fun
+            return cast(_R, fun(*args, **kwargs))
         try:
+            if is_transformed():
+                return cast(_R, self._run_transformed(args, kwargs))
             return cast(_R, self._run(args, kwargs))
         except BaseException as error:
             fold(error)
             raise
 
     def _is_part(self) -> bool:
-        """Whether a call is no program of its own: in a mapped function, a trace or a transform."""
-        is_part = axis_stack.bound() or is_transformed() or (num_modes() and is_traced())
+        """Whether a call is no program of its own: in a mapped function or a trace."""
+        is_part = axis_stack.bound() or (num_modes() and is_traced())
         return bool(is_part or inline_mode.active())
 
     @boundary
@@ -134,7 +140,8 @@ class Jitted(Generic[_P, _R]):
         Raises:
             TraceError: the function cannot be traced, or is never traced (``compile=False``).
         """
-        program = self._program(JitCall(self._fun, args, kwargs)) if self._is_traced else None
+        call = JitCall(self._fun, args, kwargs)
+        program = self._program(call, self._make) if self._is_traced else None
         if program is None:
             prefix = self._options.prefix
             raise TraceError(f"{prefix}: it runs operation by operation: there is no graph to show")
@@ -142,7 +149,7 @@ class Jitted(Generic[_P, _R]):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = JitCall(self._fun, args, kwargs)
-        program = self._program(call)
+        program = self._program(call, self._make)
         if program is not None and not program.refuses(call.tensors):
             return program.run(call.tensors)
         if program is not None and not self._has_refused:
@@ -159,10 +166,18 @@ class Jitted(Generic[_P, _R]):
             )
         return self._fun(*args, **kwargs)
 
-    def _program(self, call: JitCall) -> Program | None:
+    def _run_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call as transforms around it see it."""
+        call = JitCall(self._fun, args, kwargs)
+        make = functools.partial(Outline, make=functools.partial(_Derived, self))
+        outline = self._program(call, make)
+        return self.__wrapped__(*args, **kwargs) if outline is None else outline.call(call.tensors)
+
+    def _program(self, call: JitCall, make: Callable[..., _Kind]) -> _Kind | None:
         """What runs a call; None: the function itself, operation by operation."""
         structure, kinds = call.structure, tuple(map(_leaf_key, call.leaves))
-        key = structure, structure.dict_order, keyed(), torch.is_grad_enabled(), kinds
+        modes = torch.is_grad_enabled(), make is self._make
+        key = structure, structure.dict_order, keyed(), modes, kinds
         runtime = current_runtime()
         if runtime is not self._runtime:
             self._forget(runtime)
@@ -171,9 +186,9 @@ class Jitted(Generic[_P, _R]):
             return found
         with self._lock, waiting(None):
             found = self._found(key, call)  # another thread may have traced it
-            return self._traced(key, call) if found is None else found
+            return self._traced(key, call, make) if found is None else found
 
-    def _found(self, key: Hashable, call: JitCall) -> Program | None:
+    def _found(self, key: Hashable, call: JitCall) -> Any:
         programs = self._programs.get(key, [])
         for place, entry in enumerate(tuple(programs)):
             program, environments = entry
@@ -184,11 +199,12 @@ class Jitted(Generic[_P, _R]):
                 return program
         return None
 
-    def _traced(self, key: Hashable, call: JitCall) -> Program | None:
+    def _traced(self, key: Hashable, call: JitCall, make: Callable[..., _Kind]) -> _Kind | None:
         self._note(call)
         objects = tuple(call.objects())
-        given = Environment(self.__wrapped__, objects, by_name=_BY_NAME) if objects else None
-        environments = [self._environment, *([given] if given else [])]
+        environments: list[Environment] = [self._environment]
+        if objects:
+            environments.append(Environment(self.__wrapped__, objects, by_name=_BY_NAME))
         with ExitStack() as stack:
             for environment in environments:
                 stack.enter_context(environment.tracing())
@@ -196,7 +212,7 @@ class Jitted(Generic[_P, _R]):
             snapshot = Snapshot(reached, _BY_NAME)
             try:
                 optimizers = [x for x in reached if isinstance(x, Optimizer)]
-                program = Program(call, self._options, optimizers)
+                program: _Kind = make(call, self._options, optimizers)
                 self._refuse_leaks(snapshot)
             except BaseException as error:
                 snapshot.restore()
@@ -205,7 +221,10 @@ class Jitted(Generic[_P, _R]):
                 self._give_up(key, error)
                 return None
         programs = self._programs.setdefault(key, [])
-        programs.insert(0, (program, [self._environment.copy(), *environments[1:]]))
+        noted = [self._environment.copy(), *environments[1:]]
+        programs.insert(0, (program, noted))
+        if isinstance(program, Outline):
+            program.surroundings = noted
         del programs[_MAX_PROGRAMS:]
         if len(self._programs) > _MAX_KINDS:
             del self._programs[next(iter(self._programs))]
@@ -251,6 +270,24 @@ class Jitted(Generic[_P, _R]):
         self._traces.clear()
         self._untraceable.clear()
         self._runtime = runtime
+
+
+class _Derived(Jitted[..., Any]):
+    """A derivative or a batched form of a jitted function, on tensors that no transform follows."""
+
+    def __init__(self, of: Jitted[..., Any], body: Body, alike: Sequence[int]) -> None:
+        compile, fullgraph, timeout, _ = of._given
+        super().__init__(_no_surroundings, compile, fullgraph, timeout, None)
+        self._options = of._options
+        self._fun = lambda *tensors: body(tensors)
+        self._make = functools.partial(Program, alike=alike)
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return cast(list[torch.Tensor], self._run(tuple(tensors), {}))
+
+
+def _no_surroundings() -> None:
+    """What ``Outline`` watches is read by the function that is derived."""
 
 
 def _laid_out(fun: Callable[..., Any], out_shardings: Any, *args: Any, **kwargs: Any) -> Any:
@@ -310,6 +347,7 @@ def jit(
     to each device.  The first call of a kind traces the function on whole shapes; Python code runs
     then and not again.  What it writes (parameters, buffers, ``.grad``, state of optimizers) is
     written as by the same code without ``jit``, and rates of schedules may change between calls.
+    ``backward()`` from outside, and transforms of ``torch.func`` around calls, run programs too.
 
     Args:
         fun: a function of pytrees of tensors and other values, which are compared by value.  Left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,11 +34,13 @@ from torchpmap._sharded.transfer import gather
 from torchpmap._sharded.views import is_linked, linked, write
 from torchpmap._trace.capture import is_real
 from torchpmap._trace.compile import Backend
+from torchpmap._trace.graphs import results_of
 from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
 from torchpmap._transforms.jit_gradient import Derivable, overwritten
 from torchpmap._transforms.jit_values import (
+    RESULT,
     Argument,
     ClosedOver,
     Copied,
@@ -46,6 +49,7 @@ from torchpmap._transforms.jit_values import (
     Place,
     StepNumbers,
     Value,
+    returned,
 )
 from torchpmap.random._streams import new_seed
 
@@ -83,14 +87,25 @@ class JitCall:
         """The arguments of which the function may read more than is compared."""
         return [x for x in self.leaves if not isinstance(x, torch.Tensor | SIMPLE)]
 
-    def of_tensors(self, given: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-        """Call the function with other tensors; see ``whole.Fun``."""
+    def without_tensors(self) -> JitCall:
+        """The same, for calls with others; it keeps none alive."""
+        other = copy.copy(self)
+        other.leaves = [_TENSOR if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        other.tensors = []
+        return other
+
+    def returned(self, given: Sequence[torch.Tensor]) -> Any:
+        """Call the function with other tensors."""
         rest = iter(given)
-        args, kwargs = self.structure.unflatten(
-            [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-        )
+        is_tensor = [leaf is _TENSOR or isinstance(leaf, torch.Tensor) for leaf in self.leaves]
+        leaves = zip(self.leaves, is_tensor, strict=True)
+        args, kwargs = self.structure.unflatten([next(rest) if x else leaf for leaf, x in leaves])
+        return self._fun(*args, **kwargs)
+
+    def of_tensors(self, given: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        """The same; see ``whole.Fun``."""
         places = {id(x): k for k, x in enumerate(given)}
-        values, tree = flatten(self._fun(*args, **kwargs))
+        values, tree = flatten(self.returned(given))
         template: list[Any] = []
         results = []
         for value in values:
@@ -99,7 +114,7 @@ class JitCall:
             elif isinstance(value, torch.Tensor) and is_real(value):
                 template.append(ClosedOver(value))
             elif isinstance(value, torch.Tensor):
-                template.append(_RESULT)
+                template.append(RESULT)
                 results.append(value)
             else:
                 _refuse_hidden(value)
@@ -121,16 +136,23 @@ def _refuse_hidden(value: Any) -> None:
         )
 
 
-_RESULT = object()
-"""Stands for what the graph returns."""
+_TENSOR = object()
+"""Stands for one among the leaves of a call."""
 
 
 class Program:
     """What runs for one kind of call."""
 
     def __init__(
-        self, call: JitCall, options: Options, optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        call: JitCall,
+        options: Options,
+        optimizers: Sequence[torch.optim.Optimizer],
+        alike: Sequence[int] = (),
     ) -> None:
+        """``alike``: for each of the first results the argument whose gradient it is, which says
+        where it is to lie.
+        """
         tensors, seed = call.tensors, new_seed()
         device = current_runtime().device
         traced = trace_whole(call.of_tensors, tensors, device, seed, _wish_for_gradient, optimizers)
@@ -161,7 +183,7 @@ class Program:
                 "one mesh for all",
             )
         weights = [k for k, x in enumerate(traced.captured) if type(x) is ShardedTensor]
-        wanted = [*([None] * traced.num_results), *kept]
+        wanted = [*self._wished(traced, [tensors[k] for k in alike]), *kept]
         target = options.target(grid, seed)
         given = target, traced.graph, inputs, weights, wanted
         self._derivable = None
@@ -178,6 +200,14 @@ class Program:
             few = "; ".join(map(str, self.resharded[:3]))
             more = f"; and {len(self.resharded) - 3} more" if len(self.resharded) > 3 else ""
             tell_of_gather(f"{options.prefix}: operands are resharded: {few}{more}")
+
+    def _wished(self, traced: WholeTrace, alike: Sequence[torch.Tensor]) -> list[Layout | None]:
+        """Where results are to lie; None if anywhere."""
+        sources = [*alike, *([None] * len(self._values))]
+        pairs = zip(self._values, sources, strict=False)
+        results = [source for value, source in pairs if value is RESULT]
+        made = (node.meta["val"] for node in results_of(traced.graph.graph))
+        return list(map(_like, made, results))
 
     def _input(
         self, x: torch.Tensor, seed: torch.Tensor, layout: Layout, traced: WholeTrace
@@ -201,10 +231,10 @@ class Program:
         self._graded = list(map(target, traced.graded))
         self._cleared = list(map(target, traced.cleared))
         self._asked = [
-            (target(x), _layout_of_gradient(x) if had else None) for x, had in traced.asked
+            (target(x), layout_of_gradient(x) if had else None) for x, had in traced.asked
         ]
         self._closed = [x for x in traced.met if id(x) not in grad_of]
-        self._kinds = _kinds(self._closed)
+        self._kinds = kinds_of(self._closed)
         self._hooked = [(target(x), _hooks(x)) for x in traced.leaves]
         written = [x for x in traced.written if id(x) not in self._places]
         self._own = {id(x): x for x in (*self._closed, *written)}
@@ -228,12 +258,12 @@ class Program:
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all is as it was when the function was traced, but for values."""
-        if not self.plan.holds() or _kinds(self._closed) != self._kinds:
+        if not self.plan.holds() or kinds_of(self._closed) != self._kinds:
             return False
         if self._pattern(tensors) != self._alike:
             return False
         for target, layout in self._asked:
-            if _layout_of_gradient(target.of(tensors)) != layout:
+            if layout_of_gradient(target.of(tensors)) != layout:
                 return False
         for target, hooks in self._hooked:
             if _hooks(target.of(tensors)) != hooks:
@@ -287,7 +317,7 @@ class Program:
             results = self._derivable.call(start, held, leaves)
         for k, text in self._overwritten.items():
             results[k] = overwritten(results[k], text)
-        return self._tree.unflatten(self._returned(results, tensors))
+        return self._tree.unflatten(returned(self._values, results, tensors))
 
     def _start(
         self, tensors: Sequence[torch.Tensor], plan: Plan, held: list[Handle]
@@ -317,17 +347,6 @@ class Program:
             self._inputs[place].follow(*made)
         _write_all(targets, outputs[num:counted], handles[num:counted])
         return make_all(outputs[:num], handles[:num]), handles[end:]
-
-    def _returned(self, results: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
-        rest = iter(results)
-        return [
-            next(rest)
-            if value is _RESULT
-            else value.of(tensors)
-            if isinstance(value, Argument | ClosedOver | Copied)
-            else value
-            for value in self._values
-        ]
 
 
 class LoweredProgram:
@@ -386,7 +405,14 @@ class LoweredProgram:
         return f"<lowered {self._plan.prefix}>"
 
 
-def _layout_of_gradient(leaf: Any) -> Any:
+def _like(made: torch.Tensor, source: torch.Tensor | None) -> Layout | None:
+    """Where the source lies, if a result could lie so."""
+    if type(source) is not ShardedTensor or source.shape != made.shape:
+        return None
+    return source._alive()[0] if source.dtype == made.dtype else None
+
+
+def layout_of_gradient(leaf: Any) -> Any:
     """Where the gradient of a leaf lies; None if it has none."""
     grad = leaf.grad
     return None if grad is None else getattr(grad, "_layout", grad.dtype)
@@ -397,7 +423,7 @@ def _hooks(leaf: torch.Tensor) -> tuple[int, ...]:
     return (*(leaf._backward_hooks or ()), *(leaf._post_accumulate_grad_hooks or ()))
 
 
-def _kinds(tensors: Sequence[Any]) -> Any:
+def kinds_of(tensors: Sequence[Any]) -> Any:
     """What must not change of tensors that a function closes over."""
     where = [x._layout if type(x) is ShardedTensor else (x.shape, x.dtype) for x in tensors]
     return where, [x.requires_grad for x in tensors]

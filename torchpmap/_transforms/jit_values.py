@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +59,25 @@ class Copied(NamedTuple):
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Any:
         return copy.copy(self.value)
+
+
+RESULT = object()
+"""Stands for what the graph returns."""
+
+
+def returned(
+    values: Sequence[Any], results: Iterable[Any], tensors: Sequence[torch.Tensor]
+) -> list[Any]:
+    """What a call returns; ``values``: of the first one, with ``RESULT`` for each of these."""
+    rest = iter(results)
+    return [
+        next(rest)
+        if value is RESULT
+        else value.of(tensors)
+        if isinstance(value, Argument | ClosedOver | Copied)
+        else value
+        for value in values
+    ]
 
 
 class Value(NamedTuple):

@@ -21,8 +21,8 @@ from torchpmap._base.sources import defined_at
 from torchpmap._base.torch_internals import is_transformed
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout
-from torchpmap._plan.derivatives import MappedProgram
 from torchpmap._plan.lower import Target, lower
+from torchpmap._plan.mapped_program import MappedProgram
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._sharded.tensor import ShardedTensor

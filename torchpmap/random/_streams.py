@@ -372,6 +372,13 @@ def streams(
 
 
 @contextmanager
+def streams_of(key: torch.Tensor) -> Iterator[None]:
+    """Answer from ``key`` in the block, whatever is around it."""
+    with _truncated_replaced, Streams(key, None, "different"):
+        yield
+
+
+@contextmanager
 def within(row: torch.Tensor, randomness: str) -> Iterator[None]:
     """In the block, numbers depend on the index along one more mapped axis too."""
     active = active_streams()

@@ -1,0 +1,288 @@
+"""A call of a jitted function under torch's transforms, with programs for its derivatives.
+
+    call --trace--> Outline: its results, and what it closes over that has gradients
+                       |
+                  WholeFunction --vjp, jvp, vmap--> WholeFunction --> ...
+
+Each is a function of whole tensors, of which ``jit`` makes a program when it runs, for the places
+where its inputs lie.  The first gradient is what ``backward()`` outside of a jitted function runs:
+it begins with what the call has left on the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from torchpmap._base.ambient import ambient, applied, in_force
+from torchpmap._base.pytree import flatten
+from torchpmap._base.sources import users_line
+from torchpmap._base.torch_internals import (
+    innermost,
+    is_wrapped,
+    outside_modes,
+    outside_transforms,
+    torch_function_off,
+)
+from torchpmap._plan.autograd import call_function
+from torchpmap._plan.derivatives import OutDims, PullBack, Tensors, is_inexact, whole
+from torchpmap._plan.mapped_program import Surroundings, other_closures, other_surroundings
+from torchpmap._runtime.current import runtime as current_runtime
+from torchpmap._sharded.tensor import ShardedTensor, make_sharded
+from torchpmap._trace.capture import Substitute, is_real
+from torchpmap._trace.graphs import results_of
+from torchpmap._trace.transformable import jvp_of, vjp_of
+from torchpmap._trace.untraceable import Untraceable
+from torchpmap._trace.whole import WholeTrace, trace_whole
+from torchpmap._transforms.jit_program import RESULT, JitCall, Options, kinds_of, layout_of_gradient
+from torchpmap._transforms.jit_values import returned
+from torchpmap.random._streams import batched_key, draw_key, new_seed, streams_of
+
+Body = Callable[[Tensors], list[torch.Tensor]]
+Make = Callable[[Body, tuple[int, ...]], Body]
+"""A body -> the same as programs; with the inputs whose gradients its first results are."""
+
+
+class WholeFunction:
+    """A function of whole tensors; see ``_plan/autograd.Function``."""
+
+    def __init__(
+        self,
+        make: Make,
+        body: Body,
+        inputs: Sequence[torch.dtype],
+        outputs: Sequence[torch.dtype],
+        settings: Callable[[], AbstractContextManager[Any]],
+        keys: tuple[int, ...] = (),
+        mirrored: tuple[int, ...] = (),
+    ) -> None:
+        """``keys``, ``mirrored``: as of a ``Differentiable``."""
+        self.settings = settings
+        self._make, self._body = make, body
+        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        self._keys, self._mirrored = keys, mirrored
+        self._program = make(body, mirrored)
+        self._derived: dict[Any, WholeFunction] = {}
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self._outputs)
+
+    def inexact_inputs(self) -> tuple[int, ...]:
+        return tuple(k for k, dtype in enumerate(self._inputs) if is_inexact(dtype))
+
+    def inexact_outputs(self) -> tuple[int, ...]:
+        return tuple(k for k, dtype in enumerate(self._outputs) if is_inexact(dtype))
+
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        results = list(map(_alone, self._program(list(map(_detached, tensors)))))
+        for position, source in enumerate(self._mirrored):
+            result, original = results[position], tensors[source]
+            if type(result) is ShardedTensor and type(original) is not ShardedTensor:
+                results[position] = whole(*result._alive()).to(original.device)
+        return results
+
+    def run_for(
+        self, wanted: tuple[int, ...], tensors: Tensors
+    ) -> tuple[list[torch.Tensor], PullBack | None]:
+        given_in = [_detached(x) for x in tensors]
+        for k in wanted:
+            given_in[k].requires_grad_()
+        with torch.enable_grad():
+            results = self._program(given_in)
+
+        def pull_back(some: tuple[int, ...], given: tuple[int, ...], tensors: Tensors) -> Any:
+            cotangents = tensors[len(given_in) :]
+            ends = [(results[k], x) for k, x in zip(given, cotangents, strict=True)]
+            ends = [(result, x) for result, x in ends if result.requires_grad]
+            leaves = [given_in[k] for k in some]
+            found: Sequence[torch.Tensor | None] = [None] * len(some)
+            if ends:
+                outputs, cotangents = zip(*ends, strict=True)
+                # torch.func may ask again
+                options = {"retain_graph": True, "allow_unused": True}
+                found = torch.autograd.grad(outputs, leaves, cotangents, **options)
+            pairs = zip(leaves, found, strict=True)
+            with torch.no_grad():
+                return [torch.zeros_like(x) if grad is None else grad for x, grad in pairs]
+
+        return list(map(_alone, results)), pull_back
+
+    def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> WholeFunction:
+        count = len(self._inputs)
+
+        def pull(tensors: Tensors) -> list[torch.Tensor]:
+            primals, cotangents = tensors[:count], tensors[count:]
+            return vjp_of(self._body, primals, wanted, given, cotangents, set())
+
+        inputs = [*self._inputs, *(self._outputs[k] for k in given)]
+        outputs = [self._inputs[k] for k in wanted]
+        return self._derive(("vjp", wanted, given), pull, inputs, outputs, wanted)
+
+    def jvp(self, given: tuple[int, ...]) -> WholeFunction:
+        count = len(self._inputs)
+
+        def push(tensors: Tensors) -> list[torch.Tensor]:
+            return jvp_of(self._body, tensors[:count], given, tensors[count:])[1]
+
+        inputs = [*self._inputs, *(self._inputs[k] for k in given)]
+        outputs = [self._outputs[k] for k in self.inexact_outputs()]
+        return self._derive(("jvp", given), push, inputs, outputs, self._mirrored)
+
+    def batched(
+        self, info: Any, dims: Sequence[int | None], tensors: Tensors
+    ) -> tuple[WholeFunction, list[torch.Tensor], OutDims]:
+        over, moved = list(dims), list(tensors)
+        for k in self._keys:
+            if over[k] is None:
+                moved[k], is_batched = batched_key(moved[k], info)
+                over[k] = moved[k].dim() - 1 if is_batched else None
+
+        def rows(tensors: Tensors) -> list[torch.Tensor]:
+            def row(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return tuple(self._body(given))
+
+            # "same": keys have the batch dim if rows are to draw different numbers
+            return list(torch.func.vmap(row, tuple(over), 0, randomness="same")(*tensors))
+
+        key = ("vmap", tuple(over))
+        derived = self._derive(key, rows, self._inputs, self._outputs, self._mirrored)
+        return derived, moved, lambda results: [0] * len(results)
+
+    def _derive(
+        self,
+        key: Any,
+        body: Body,
+        inputs: Sequence[torch.dtype],
+        outputs: Sequence[torch.dtype],
+        mirrored: tuple[int, ...],
+    ) -> WholeFunction:
+        if key not in self._derived:
+            settings, keys = self.settings, self._keys
+            made = WholeFunction(self._make, body, inputs, outputs, settings, keys, mirrored)
+            self._derived[key] = made
+        return self._derived[key]
+
+
+class Outline:
+    """A kind of call under transforms, and what transforms need to know of it.
+
+    Args:
+        make: see ``Make``.
+    """
+
+    def __init__(
+        self, call: JitCall, options: Options, optimizers: Sequence[Any], make: Make
+    ) -> None:
+        self._call, self._prefix = call.without_tensors(), options.prefix
+        self.surroundings: Sequence[Surroundings] = ()
+        """What it reads from outside, as of the trace."""
+        self._grad_mode = torch.is_grad_enabled()
+        with outside_transforms():
+            seed, kinds = new_seed(), list(map(_of_kind, call.tensors))
+
+        def flat(given: Sequence[torch.Tensor]) -> Any:
+            with Substitute(_not_of_transforms):
+                template, results = call.of_tensors(given)
+            return template, [x.detach() for x in results]
+
+        device = current_runtime().device
+        with outside_transforms():
+            traced = trace_whole(flat, kinds, device, seed, lambda *_: None, optimizers)
+        _refuse_effects(traced, options.where)
+        self._tree, self._values = traced.returned
+        self._met = traced.met
+        self._kinds = kinds_of(self._met)
+        self._asked = [(x, layout_of_gradient(x)) for x, _ in traced.asked]
+        self._has_key = any(x is seed for x in traced.captured)
+        self._closures = [x for x in self._met if x.requires_grad]
+        outputs = [node.meta["val"].dtype for node in results_of(traced.graph.graph)]
+        inputs = [x.dtype for x in (*kinds, *([seed] if self._has_key else ()), *self._closures)]
+        keys = (len(kinds),) if self._has_key else ()
+        around = ambient()
+
+        def settings() -> AbstractContextManager[Any]:
+            return nullcontext() if in_force(around) else applied(around)
+
+        self._function = WholeFunction(make, self._body, inputs, outputs, settings, keys)
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all is as it was when the function was traced, but for values."""
+        return kinds_of(self._met) == self._kinds and all(
+            layout_of_gradient(leaf) == layout for leaf, layout in self._asked
+        )
+
+    def call(self, tensors: Sequence[torch.Tensor]) -> Any:
+        given = [*tensors, *([draw_key()] if self._has_key else ()), *self._closures]
+        results = call_function(self._function, given) if self._function.num_outputs else []
+        return self._tree.unflatten(returned(self._values, results, tensors))
+
+    def _body(self, tensors: Tensors) -> list[torch.Tensor]:
+        """The function of its arguments, the key of a call, and what it closes over."""
+        if any(each.changed() for each in self.surroundings):
+            raise RuntimeError(other_surroundings(self._prefix))
+        count = len(tensors) - len(self._closures)
+        given = {id(x): y for x, y in zip(self._closures, tensors[count:], strict=True)}
+
+        def find(x: torch.Tensor) -> torch.Tensor:
+            return given.get(id(x), x)
+
+        with ExitStack() as stack:
+            for each in self.surroundings:
+                stack.enter_context(each.tracing())
+            if self._has_key:
+                count -= 1
+                stack.enter_context(streams_of(tensors[count]))
+            stack.enter_context(Substitute(find))
+            stack.enter_context(torch.set_grad_enabled(self._grad_mode))
+            values, _ = flatten(self._call.returned(tensors[:count]))
+        if len(values) != len(self._values):
+            raise RuntimeError(other_closures(self._prefix))
+        pairs = zip(values, self._values, strict=True)
+        return [value for value, known in pairs if known is RESULT]
+
+
+def _of_kind(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of this kind, which takes no memory."""
+    return torch.empty((), dtype=x.dtype, device="cpu").expand(x.shape)
+
+
+def _not_of_transforms(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; raise if the function closes over it, and a transform follows it."""
+    with torch_function_off(), outside_modes():
+        is_followed = is_real(innermost(x)) if is_wrapped(x) else is_real(x) and _has_tangent(x)
+    if is_followed:
+        raise Untraceable(
+            "it closes over a tensor that a transform around the call follows",
+            users_line(),
+            "an argument for it",
+        )
+    return x
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    return is_inexact(x.dtype) and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _refuse_effects(traced: WholeTrace, where: str) -> None:
+    reads = any(id(x) in traced.grad_of for x in traced.captured)
+    if traced.written or traced.graded or traced.cleared or traced.numbers or reads:
+        raise Untraceable(
+            "it writes to tensors from outside, or uses their gradients, under a transform around "
+            "the call",
+            where,
+            "the transform in the function, or return what it writes",
+        )
+
+
+def _detached(x: torch.Tensor) -> torch.Tensor:
+    return make_sharded(*x._alive()) if type(x) is ShardedTensor else x.detach()
+
+
+def _alone(x: torch.Tensor) -> torch.Tensor:
+    """The value as a tensor of its own, which is no argument and has no history."""
+    return _detached(x) if type(x) is ShardedTensor else x.detach().clone()
