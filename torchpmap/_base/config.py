@@ -189,7 +189,7 @@ class Settings:
 
     def __getattr__(self, name: str) -> Any:
         _refuse_unknown(name)
-        return getattr(self.snapshot(), name)
+        raise AttributeError(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         _refuse_unknown(name)
@@ -207,6 +207,14 @@ class Settings:
 
 
 _NAMES = [each.name for each in fields(Config)]
+
+
+def _now(name: str) -> property:
+    return property(lambda settings: getattr(settings.snapshot(), name))
+
+
+for _name in _NAMES:  # found without a look at an instance, as pytest's monkeypatch does
+    setattr(Settings, _name, _now(_name))
 
 
 def _refuse_unknown(name: str) -> None:
