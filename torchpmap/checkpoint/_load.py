@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchpmap._base.errors import CheckpointError
@@ -19,60 +19,53 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._runtime.everywhere import run_on
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import host_tensor
-from torchpmap.checkpoint._files import Folder
-from torchpmap.checkpoint._peers import peers, together
-from torchpmap.checkpoint._table import Table, describe
-from torchpmap.checkpoint._tree import Leaf, ShapeDtypeStruct, leaf_kind, leaves_of, rebuild
-from torchpmap.checkpoint._values import extents, whole
+from torchpmap.checkpoint._blocks import Files, Sizes
+from torchpmap.checkpoint._folder import Folder
+from torchpmap.checkpoint._peers import peers
+from torchpmap.checkpoint._save import extents, whole
+from torchpmap.checkpoint._table import Row, Table, describe
+from torchpmap.checkpoint._tree import ARRAYS, Leaf, ShapeDtypeStruct, leaf_kind, leaves_of, rebuild
 from torchpmap.checkpoint._workers import NAME, Restore
-
-Sizes = tuple[int, ...]
 
 
 def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
     """See ``torchpmap.checkpoint.load``."""
     others, what = peers(), f"torchpmap.checkpoint.load({str(path)!r})"
     folder = Folder(path).find()
-    leaves, structure = leaves_of(like, "like")
+    leaves, structure, _ = leaves_of(like, "like")
 
     def read() -> tuple[Table, list[_Wanted]]:
         table = Table.of(folder)
         if like is None:
             return table, []
-        _check_names(table, {leaf.key: leaf.path for leaf in leaves})
-        return table, [_wanted(leaf, table) for leaf in leaves]
+        _check_names(folder, table.rows, {leaf.key: leaf.path for leaf in leaves})
+        return table, [_wanted(leaf, table.rows[leaf.key], folder) for leaf in leaves]
 
-    table, wants = together(others, what, read)
+    def values() -> Any:
+        if like is not None:
+            return structure.unflatten(_restore(wants, folder))
+        with Files(folder) as files:
+            return rebuild(table.skeleton, lambda key: _on_host(table.rows[key], files))
+
+    table, wants = others.together(read, what)
     digests = others.exchange(table.digest, what)
     if len(set(digests)) > 1:
         raise CheckpointError(
             f"{what}: the processes see different checkpoints: {digests}, by rank. Give the same "
             "path everywhere, on a file system that all hosts share."
         )
-    if like is not None:
-        return structure.unflatten(together(others, what, lambda: _restore(wants, table)))
-
-    def everything() -> dict[str, Any]:
-        found = table.read(dict.fromkeys(table.rows))
-        return {key: _as_kind(value, table.rows[key].kind) for key, value in found.items()}
-
-    values = together(others, what, everything)
-    return values if table.skeleton is None else rebuild(table.skeleton, values)
+    return others.together(values, what)
 
 
-def _check_names(table: Table, paths: dict[str, str]) -> None:
-    missing = [f"{path} ({key!r})" for key, path in paths.items() if key not in table.rows]
-    unknown = [repr(key) for key in table.rows if key not in paths]
-    if missing or unknown:
-        parts = []
-        if missing:
-            parts.append(f"the checkpoint lacks {_some(missing)}")
-        if unknown:
-            parts.append(f"like has no place for {_some(unknown)} of the checkpoint")
+def _check_names(folder: Path, rows: Mapping[str, Row], paths: dict[str, str]) -> None:
+    missing = [f"{path} ({key!r})" for key, path in paths.items() if key not in rows]
+    unknown = [repr(key) for key in rows if key not in paths]
+    parts = [f"the checkpoint lacks {_some(missing)}"] if missing else []
+    parts += [f"like has no place for {_some(unknown)} of the checkpoint"] if unknown else []
+    if parts:
         raise ValueError(
-            f"torchpmap.checkpoint.load: {table.folder} has another structure: "
-            f"{'; '.join(parts)}. Give a tree of the structure that was saved (load without like= "
-            "shows it)."
+            f"torchpmap.checkpoint.load: {folder} has another structure: {'; '.join(parts)}. Give "
+            "a tree of the structure that was saved (load without like= shows it)."
         )
 
 
@@ -86,11 +79,12 @@ class _Wanted:
     """A leaf to load, and where to put it."""
 
     leaf: Leaf
+    row: Row
     layout: Layout | None
     """None: on the host."""
 
 
-def _wanted(leaf: Leaf, table: Table) -> _Wanted:
+def _wanted(leaf: Leaf, row: Row, folder: Path) -> _Wanted:
     """Check a leaf of the tree to fill against what is in the checkpoint.
 
     Raises:
@@ -98,105 +92,99 @@ def _wanted(leaf: Leaf, table: Table) -> _Wanted:
         TypeError: the leaf is of a kind that is not saved.
     """
     like = leaf.value
-    if isinstance(like, ShapeDtypeStruct):
-        on_host = like.sharding is None or inline_mode.active()
-        layout = None if on_host else _layout_of(like, leaf.path)
-        expected: tuple[Sizes, torch.dtype] | None = (tuple(like.shape), like.dtype)
-    else:
-        layout = like._alive()[0] if isinstance(like, ShardedTensor) else None
-        expected = _expected(leaf)
+    layout, dtype, shape = _place(leaf)
     if layout is not None:
         check_devices(layout.devices)
-        expected = whole(layout)[0], layout.dtype
-    _check(leaf, expected, table)
-    return _Wanted(leaf, layout)
+        shape, dtype = whole(layout)[0], layout.dtype
+    asked = describe(type(like).__name__, dtype, shape)
+    stored = describe(row.kind, row.dtype, row.shape)
+    if asked != stored:
+        raise ValueError(
+            f"torchpmap.checkpoint.load: {leaf.path} is {asked}, but {leaf.key!r} in the "
+            f"checkpoint {folder} is {stored}. Give a tree of the shapes and dtypes that were "
+            "saved (load without like= shows them), and convert what comes back."
+        )
+    return _Wanted(leaf, row, layout)
 
 
-def _layout_of(like: ShapeDtypeStruct, path: str) -> Layout:
-    assert like.sharding is not None
+def _place(leaf: Leaf) -> tuple[Layout | None, torch.dtype | None, Sizes]:
+    """The layout of a leaf on devices; or the dtype, if it is an array, and shape of another."""
+    like = leaf.value
+    if isinstance(like, ShardedTensor):
+        return like._alive()[0], None, ()
+    if not isinstance(like, ShapeDtypeStruct):
+        if leaf_kind(leaf) not in ARRAYS:
+            return None, None, ()
+        value = like if isinstance(like, torch.Tensor) else host_tensor(like)
+        return None, value.dtype, tuple(value.shape)
+    if like.sharding is None or inline_mode.active():
+        return None, like.dtype, tuple(like.shape)
     try:
-        return general_layout(like.shape, like.dtype, like.sharding)
+        return general_layout(like.shape, like.dtype, like.sharding), None, ()
     except ValueError as error:
-        error.add_note(f"in {path}")
+        error.add_note(f"in {leaf.path}")
         raise
 
 
-def _expected(leaf: Leaf) -> tuple[Sizes, torch.dtype] | None:
-    """Shape and dtype of an array; None for a Python value."""
-    kind = leaf_kind(leaf)
-    if kind in ("tensor", "ndarray", "numpy scalar"):
-        value = leaf.value if kind == "tensor" else host_tensor(leaf.value)
-        return tuple(value.shape), value.dtype
-    return None
-
-
-def _check(leaf: Leaf, expected: tuple[Sizes, torch.dtype] | None, table: Table) -> None:
-    shape, dtype = expected or ((), None)
-    asked = describe(type(leaf.value).__name__, dtype, shape)
-    stored = table.describe(leaf.key)
-    if asked != stored and (expected is not None or stored != describe("value", None, ())):
-        raise ValueError(
-            f"torchpmap.checkpoint.load: {leaf.path} is {asked}, but {leaf.key!r} in the "
-            f"checkpoint {table.folder} is {stored}. Give a tree of the shapes and dtypes that "
-            "were saved (load without like= shows them), and convert what comes back."
-        )
-
-
-def _as_kind(value: Any, kind: str) -> Any:
-    """A value on the host as a leaf of a kind."""
-    if kind in ("ndarray", "numpy scalar"):
-        return value.numpy() if kind == "ndarray" else value.numpy()[()]
-    return value
-
-
-def _restore(wants: Sequence[_Wanted], table: Table) -> list[Any]:
+def _restore(wants: Sequence[_Wanted], folder: Path) -> list[Any]:
     """Read the leaves; the tree to fill is not changed.
 
     Raises:
         CheckpointError: a block is damaged.
     """
-    values = table.read({want.leaf.key: None for want in wants if want.layout is None})
+    values: dict[str, Any] = {}
     by_team: dict[Sizes, list[_Wanted]] = {}
-    for want in wants:
-        if want.layout is None:
-            values[want.leaf.key] = _on_host(values[want.leaf.key], want.leaf)
-        else:
-            by_team.setdefault(want.layout.ranks, []).append(want)
-    for ranks, group in by_team.items():
-        for want, handle in zip(group, _on_devices(ranks, group, table), strict=True):
-            assert want.layout is not None
-            value = make_sharded(want.layout, handle)
-            values[want.leaf.key] = _as_given(value, want.leaf.value)
+    with Files(folder) as files:
+        for want in wants:
+            if want.layout is None:
+                values[want.leaf.key] = _on_host_like(want, files)
+            else:
+                by_team.setdefault(want.layout.ranks, []).append(want)
+        for ranks, group in by_team.items():
+            for want, handle in zip(group, _on_devices(ranks, group, files), strict=True):
+                assert want.layout is not None
+                value = make_sharded(want.layout, handle)
+                values[want.leaf.key] = _as_given(value, want.leaf.value)
     return [values[want.leaf.key] for want in wants]
 
 
-def _on_devices(ranks: Sizes, wants: Sequence[_Wanted], table: Table) -> list[Handle]:
-    runtime = current_runtime()
+def _on_devices(ranks: Sizes, wants: Sequence[_Wanted], files: Files) -> list[Handle]:
+    runtime, here = current_runtime(), process_index()
     team = runtime.team(ranks)
-    places = {want.leaf.key: extents(want.layout) for want in wants if want.layout}
+    rows = tuple(want.row for want in wants)
+    places = [extents(want.layout) for want in wants if want.layout]
     if not is_launched():
-        parts = ({key: where[rank] for key, where in places.items()} for rank in ranks)
-        return run_on(team, NAME, Restore(table.folder, table.digest, tuple(parts)))[1]
-    handles, here = [], process_index()
-    for key, where in places.items():
-        block = (
-            table.read({key: where[here]})[key] if here in ranks else torch.empty(0, device="cpu")
-        )
-        handles.append(runtime.put(team, [block] * len(ranks)))
-    return handles
+        parts = tuple(tuple(where[rank] for where in places) for rank in ranks)
+        return run_on(team, NAME, Restore(files.folder, rows, parts))[1]
+    blocks = (
+        row.read(files, where[here]) if here in ranks else torch.empty(0, device="cpu")
+        for row, where in zip(rows, places, strict=True)
+    )
+    return [runtime.put(team, [block] * len(ranks)) for block in blocks]
 
 
-def _on_host(value: Any, leaf: Leaf) -> Any:
-    like = leaf.value
-    if isinstance(like, np.ndarray | np.generic):
-        return _as_kind(value, leaf_kind(leaf))
+def _on_host(row: Row, files: Files, kind: str = "") -> Any:
+    """A value on the host, as a leaf of ``kind``, or of the kind that was saved."""
+    if row.dtype is None:
+        return row.value
+    value = row.read(files)
+    if (kind or row.kind) == "tensor":
+        return value
+    return value.numpy() if (kind or row.kind) == "ndarray" else value.numpy()[()]
+
+
+def _on_host_like(want: _Wanted, files: Files) -> Any:
+    like = want.leaf.value
+    if isinstance(like, ShapeDtypeStruct):
+        return _on_host(want.row, files, "tensor")
+    value = _on_host(want.row, files, leaf_kind(want.leaf))
     if isinstance(like, torch.Tensor) and like.device.type != "meta":
         value = value.to(like.device)
     return _as_given(value, like)
 
 
-def _as_given(value: torch.Tensor, like: Any) -> torch.Tensor:
-    """Make ``value`` a parameter, or require grad, if ``like`` does."""
+def _as_given(value: Any, like: Any) -> Any:
+    """Make a tensor a parameter, or require grad, if ``like`` does."""
     if isinstance(like, torch.nn.Parameter):
         return torch.nn.Parameter(value, like.requires_grad)
     if isinstance(like, torch.Tensor) and like.requires_grad:
