@@ -21,6 +21,20 @@ TREE = {
     "array": torch.arange(3).numpy(),
     "step": 7,
 }
+HOST_LEAVES = {
+    "float": torch.tensor([1.5, -2.0]),
+    "bfloat16": torch.arange(3, dtype=torch.bfloat16),
+    "float8": torch.ones(2).to(torch.float8_e4m3fn),
+    "complex64": torch.tensor([1 + 2j]),
+    "complex128": torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex128),
+    "bool": torch.tensor([True, False]),
+    "int": torch.tensor([2**62]),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.zeros(0, 3),
+    "strided": torch.arange(12.0).reshape(3, 4).t()[1:, ::2],
+    "numpy": np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::-1],
+    "numpy_scalar": np.float32(2.5),
+}
 
 
 def mesh() -> tp.Mesh:

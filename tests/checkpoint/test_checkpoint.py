@@ -8,14 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from _launched import run_program
 from _support import EAGER
-from _values import WHOLE, mesh, put, rows, same, table_of
-from safetensors.torch import load_file
+from _values import HOST_LEAVES, WHOLE, mesh, put, rows, same, table_of
 
 import torchpmap as tp
 from torchpmap._runtime.task import Rank
-from torchpmap._sharded.transfer import host_tensor
 from torchpmap.checkpoint import ShapeDtypeStruct, _blocks, load, save
 from torchpmap.checkpoint._blocks import Files
 from torchpmap.checkpoint._table import Table
@@ -27,20 +24,6 @@ Pair = collections.namedtuple("Pair", "left right")
 
 # -- what goes in comes out ------------------------------------------------------------------------
 
-HOST_LEAVES = {
-    "float": torch.tensor([1.5, -2.0]),
-    "bfloat16": torch.arange(3, dtype=torch.bfloat16),
-    "float8": torch.ones(2).to(torch.float8_e4m3fn),
-    "complex64": torch.tensor([1 + 2j]),
-    "complex128": torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex128),
-    "bool": torch.tensor([True, False]),
-    "int": torch.tensor([2**62]),
-    "scalar": torch.tensor(3.0),
-    "empty": torch.zeros(0, 3),
-    "strided": torch.arange(12.0).reshape(3, 4).t()[1:, ::2],
-    "numpy": np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::-1],
-    "numpy_scalar": np.float32(2.5),
-}
 VALUES = [None, True, 7, 2.5, 1 + 2j, "text", b"bytes", 2**100, float("inf")]
 
 
@@ -210,44 +193,7 @@ def test_large_values_are_copied_in_portions(tmp_path, monkeypatch):
     assert all(torch.equal(found[f"w{k}"], WHOLE[:4] + k) for k in range(7))
 
 
-# -- other readers ---------------------------------------------------------------------------------
-
-READER = """
-import sys, torch
-import torch.distributed.checkpoint as dcp
-state = {"params.w": torch.zeros(8, 4), "params.layers.1": torch.zeros(3)}
-state["half"] = torch.zeros(3, dtype=torch.bfloat16)
-reader = dcp.HuggingFaceStorageReader(sys.argv[1])
-dcp.load(state, storage_reader=reader, no_dist=True)
-assert torch.equal(state["params.w"], torch.arange(32.0).reshape(8, 4))
-assert torch.equal(state["params.layers.1"], torch.full((3,), 2.0))
-assert torch.equal(state["half"], torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16))
-assert "torchpmap" not in sys.modules
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("spec", [("x", "y"), (None, "y"), ()], ids=str)
-def test_torch_alone_reads_the_whole(tmp_path, spec):
-    layers = [tp.replicate(torch.ones(2)), torch.full((3,), 2.0)]
-    tree = {"params": {"w": put(WHOLE, *spec), "layers": layers}, "step": 12}
-    tree["half"] = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
-    save(tmp_path / "c", tree)
-    run_program("-c", READER, str(tmp_path / "c"))
-
-
-def test_safetensors_reads_each_file(tmp_path):
-    save(tmp_path / "c", {"w": rows(WHOLE[:4]), "host": HOST_LEAVES, "step": 1})
-    for k in range(4):
-        found = load_file(tmp_path / "c" / f"rank_{k}.safetensors")
-        assert same(found, {"w": WHOLE[k : k + 1]})
-    found = load_file(tmp_path / "c" / "host.safetensors")
-    expected = {f"host.{key}": value for key, value in HOST_LEAVES.items()}
-    assert found["host.complex128"].shape == (2, 16)  # as bytes: safetensors lacks the dtype
-    found["host.complex128"] = found["host.complex128"].view(torch.complex128).squeeze(-1)
-    assert all(same(found.pop(key), host_tensor(value)) for key, value in expected.items())
-    assert not found
-
+# -- parts of blocks -------------------------------------------------------------------------------
 
 PIECES = torch.arange(60_000).reshape(3, 4, 5000)
 
