@@ -23,7 +23,7 @@ from typing import Any, Literal, overload
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import CheckpointError, warn
-from torchpmap._layout import axis_stack
+from torchpmap._runtime.current import refuse_inside
 from torchpmap.checkpoint._folder import Folder, OtherFormat
 from torchpmap.checkpoint._load import load_tree
 from torchpmap.checkpoint._save import begin
@@ -43,9 +43,7 @@ class Saving:
         self._error: Exception | None = None
         self._is_known = False
         # not a daemon: the script waits for it at its end
-        self._thread = threading.Thread(
-            target=self._run, args=(write,), name="torchpmap-checkpoint"
-        )
+        self._thread = threading.Thread(target=self._run, args=[write], name="torchpmap-checkpoint")
         self._thread.start()
 
     def _run(self, write: Callable[[], None]) -> None:
@@ -141,7 +139,7 @@ def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | N
     Source: the files of blocks are in the format of ``safetensors``, which can read them.
     """
     global _saving
-    _refuse_inside("save")
+    refuse_inside("checkpoint.save")
     _finish_previous()
     finish = begin(path, tree)
     if _saving is None:
@@ -186,7 +184,7 @@ def load(path: PathLike, like: Any = None) -> Any:
         >>> tp.checkpoint.load(folder, like={"w": tp.replicate(torch.zeros(4))})
         {'w': ShardedTensor([0., 1., 2., 3.], replicated on cpu:0 cpu:1 cpu:2 cpu:3)}
     """
-    _refuse_inside("load")
+    refuse_inside("checkpoint.load")
     _wait_for_previous()
     return load_tree(path, like)
 
@@ -229,11 +227,3 @@ def latest(directory: PathLike) -> Path | None:
         except CheckpointError as error:
             warn(f"torchpmap.checkpoint.latest passes over {name}: {error}")
     return None
-
-
-def _refuse_inside(name: str) -> None:
-    if axis_stack.bound():
-        raise RuntimeError(
-            f"torchpmap.checkpoint.{name} was called inside a mapped function, where a value is "
-            "that of one row. Call it outside: pass values as arguments, and return them."
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torchpmap._sharded.transfer import host_tensor
 from torchpmap.checkpoint._blocks import Files, Sizes
 from torchpmap.checkpoint._folder import Folder
 from torchpmap.checkpoint._peers import peers
-from torchpmap.checkpoint._save import extents, whole
+from torchpmap.checkpoint._save import origins, whole
 from torchpmap.checkpoint._table import Row, Table, describe
 from torchpmap.checkpoint._tree import ARRAYS, Leaf, ShapeDtypeStruct, leaf_kind, leaves_of, rebuild
 from torchpmap.checkpoint._workers import NAME, Restore
@@ -34,7 +33,7 @@ def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
     folder = Folder(path).find()
     leaves, structure, _ = leaves_of(like, "like")
 
-    def read() -> tuple[Table, list[_Wanted]]:
+    def read() -> tuple[Table, list[Wanted]]:
         table = Table.of(folder)
         if like is None:
             return table, []
@@ -74,28 +73,28 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """A leaf to load, and where to put it."""
-
-    leaf: Leaf
-    row: Row
-    layout: Layout | None
-    """None: on the host."""
+Wanted = tuple[Leaf, Row, Layout | None]
+"""A leaf to load, and where to put it; no layout: on the host."""
 
 
-def _wanted(leaf: Leaf, row: Row, folder: Path) -> _Wanted:
+def _wanted(leaf: Leaf, row: Row, folder: Path) -> Wanted:
     """Check a leaf of the tree to fill against what is in the checkpoint.
 
     Raises:
         ValueError: shape, dtype or kind differ.
         TypeError: the leaf is of a kind that is not saved.
     """
-    like = leaf.value
-    layout, dtype, shape = _place(leaf)
+    like, layout = leaf.value, _layout_of(leaf)
+    dtype: torch.dtype | None = None
+    shape: Sizes = ()
     if layout is not None:
         check_devices(layout.devices)
-        shape, dtype = whole(layout)[0], layout.dtype
+        dtype, shape = layout.dtype, whole(layout)
+    elif isinstance(like, ShapeDtypeStruct):
+        dtype, shape = like.dtype, tuple(like.shape)
+    elif leaf_kind(leaf) in ARRAYS:
+        value = like if isinstance(like, torch.Tensor) else host_tensor(like)
+        dtype, shape = value.dtype, tuple(value.shape)
     asked = describe(type(like).__name__, dtype, shape)
     stored = describe(row.kind, row.dtype, row.shape)
     if asked != stored:
@@ -104,63 +103,59 @@ def _wanted(leaf: Leaf, row: Row, folder: Path) -> _Wanted:
             f"checkpoint {folder} is {stored}. Give a tree of the shapes and dtypes that were "
             "saved (load without like= shows them), and convert what comes back."
         )
-    return _Wanted(leaf, row, layout)
+    return leaf, row, layout
 
 
-def _place(leaf: Leaf) -> tuple[Layout | None, torch.dtype | None, Sizes]:
-    """The layout of a leaf on devices; or the dtype, if it is an array, and shape of another."""
+def _layout_of(leaf: Leaf) -> Layout | None:
     like = leaf.value
     if isinstance(like, ShardedTensor):
-        return like._alive()[0], None, ()
-    if not isinstance(like, ShapeDtypeStruct):
-        if leaf_kind(leaf) not in ARRAYS:
-            return None, None, ()
-        value = like if isinstance(like, torch.Tensor) else host_tensor(like)
-        return None, value.dtype, tuple(value.shape)
-    if like.sharding is None or inline_mode.active():
-        return None, like.dtype, tuple(like.shape)
+        return like._alive()[0]
+    if not isinstance(like, ShapeDtypeStruct) or like.sharding is None or inline_mode.active():
+        return None
     try:
-        return general_layout(like.shape, like.dtype, like.sharding), None, ()
+        return general_layout(like.shape, like.dtype, like.sharding)
     except ValueError as error:
         error.add_note(f"in {leaf.path}")
         raise
 
 
-def _restore(wants: Sequence[_Wanted], folder: Path) -> list[Any]:
+def _restore(wants: Sequence[Wanted], folder: Path) -> list[Any]:
     """Read the leaves; the tree to fill is not changed.
 
     Raises:
         CheckpointError: a block is damaged.
     """
     values: dict[str, Any] = {}
-    by_team: dict[Sizes, list[_Wanted]] = {}
+    by_team: dict[Sizes, list[tuple[Leaf, Row, Layout]]] = {}
     with Files(folder) as files:
-        for want in wants:
-            if want.layout is None:
-                values[want.leaf.key] = _on_host_like(want, files)
+        for leaf, row, layout in wants:
+            if layout is None:
+                values[leaf.key] = _on_host_like(leaf, row, files)
             else:
-                by_team.setdefault(want.layout.ranks, []).append(want)
+                by_team.setdefault(layout.ranks, []).append((leaf, row, layout))
         for ranks, group in by_team.items():
-            for want, handle in zip(group, _on_devices(ranks, group, files), strict=True):
-                assert want.layout is not None
-                value = make_sharded(want.layout, handle)
-                values[want.leaf.key] = _as_given(value, want.leaf.value)
-    return [values[want.leaf.key] for want in wants]
+            parts = [(row, origins(layout), layout.block_shape) for _, row, layout in group]
+            handles = _on_devices(ranks, parts, files)
+            for (leaf, _, layout), handle in zip(group, handles, strict=True):
+                values[leaf.key] = _as_given(make_sharded(layout, handle), leaf.value)
+    return [values[leaf.key] for leaf, *_ in wants]
 
 
-def _on_devices(ranks: Sizes, wants: Sequence[_Wanted], files: Files) -> list[Handle]:
+def _on_devices(
+    ranks: Sizes, parts: Sequence[tuple[Row, dict[int, Sizes], Sizes]], files: Files
+) -> list[Handle]:
     runtime, here = current_runtime(), process_index()
     team = runtime.team(ranks)
-    rows = tuple(want.row for want in wants)
-    places = [extents(want.layout) for want in wants if want.layout]
     if not is_launched():
-        parts = tuple(tuple(where[rank] for where in places) for rank in ranks)
-        return run_on(team, NAME, Restore(files.folder, rows, parts))[1]
-    blocks = (
-        row.read(files, where[here]) if here in ranks else torch.empty(0, device="cpu")
-        for row, where in zip(rows, places, strict=True)
-    )
-    return [runtime.put(team, [block] * len(ranks)) for block in blocks]
+        rows = [row for row, *_ in parts]
+        extents = [[(where[rank], shape) for _, where, shape in parts] for rank in ranks]
+        return run_on(team, NAME, Restore(files.folder, rows, extents))[1]
+    handles = []
+    for row, where, shape in parts:
+        is_here = here in ranks
+        block = row.read(files, (where[here], shape)) if is_here else torch.empty(0, device="cpu")
+        handles.append(runtime.put(team, [block] * len(ranks)))
+    return handles
 
 
 def _on_host(row: Row, files: Files, kind: str = "") -> Any:
@@ -173,11 +168,11 @@ def _on_host(row: Row, files: Files, kind: str = "") -> Any:
     return value.numpy() if (kind or row.kind) == "ndarray" else value.numpy()[()]
 
 
-def _on_host_like(want: _Wanted, files: Files) -> Any:
-    like = want.leaf.value
+def _on_host_like(leaf: Leaf, row: Row, files: Files) -> Any:
+    like = leaf.value
     if isinstance(like, ShapeDtypeStruct):
-        return _on_host(want.row, files, "tensor")
-    value = _on_host(want.row, files, leaf_kind(want.leaf))
+        return _on_host(row, files, "tensor")
+    value = _on_host(row, files, leaf_kind(leaf))
     if isinstance(like, torch.Tensor) and like.device.type != "meta":
         value = value.to(like.device)
     return _as_given(value, like)

@@ -75,9 +75,10 @@ class Peers:
             if failure is not None:
                 raise CheckpointError(failure)
             return
-        failure = None
+        failure = "rank 0 was interrupted"
         try:
             work(self._collected(turn, mine, what))
+            failure = None
         except Exception as error:
             failure = str(error)
             raise

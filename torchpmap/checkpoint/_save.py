@@ -8,6 +8,7 @@ a block, the device that has least to write writes it.
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torchpmap._base.errors import CheckpointError, dtype_name
+from torchpmap._base.errors import CheckpointError
 from torchpmap._base.fingerprint import digest
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
@@ -30,18 +31,12 @@ from torchpmap._sharded.transfer import fetch_blocks, host_tensor
 from torchpmap.checkpoint._blocks import RESERVED, Plan, Sizes, Written
 from torchpmap.checkpoint._folder import Folder
 from torchpmap.checkpoint._peers import Peers, peers
-from torchpmap.checkpoint._table import Extent, describe, table_text, value_row
+from torchpmap.checkpoint._table import array_row, describe, table_text, value_row
 from torchpmap.checkpoint._tree import VALUES, Leaf, leaf_kind, leaves_of
-from torchpmap.checkpoint._workers import (
-    HOST,
-    NAME,
-    Answers,
-    Pipes,
-    Snapshot,
-    attempt,
-    file_of,
-)
+from torchpmap.checkpoint._workers import HOST, NAME, Answers, Pipes, Snapshot, attempt, file_of
 
+Plans = dict[int, dict[str, Sizes]]
+"""By writer: what is in its file."""
 _SNAPSHOT_BYTES = 256 * 2**20
 """A worker copies its blocks in calls of this size, as a GPU briefly holds them twice."""
 
@@ -57,41 +52,24 @@ class _Saved:
     kind: str
     host: Any = None
     """The value, if it is on the host."""
-    shape: Sizes = ()
-    dtype: torch.dtype | None = None
-    """None for a Python value, which is in the table."""
-    blocks: Mapping[Extent, Sequence[int]] = field(default_factory=dict)
-    """The ranks that have each block."""
     held: tuple[Layout, Handle] | None = None
     """Its layout and handle, if it is on the devices."""
+    dtype: torch.dtype | None = None
+    """None for a Python value, which is in the table."""
+    shape: Sizes = ()
+    block_shape: Sizes = ()
+    holders: Mapping[Sizes, Sequence[int]] = field(default_factory=dict)
+    """The ranks that have the block at each offsets."""
 
+    @property
     def block_bytes(self) -> int:
-        assert self.dtype is not None
-        return prod(next(iter(self.blocks))[1]) * self.dtype.itemsize
-
-    def row(self, writers: Mapping[Sizes, int], files: Mapping[int, Written]) -> dict[str, Any]:
-        """Its row of the table: ``writers`` of the blocks, by offsets, and what they wrote."""
-        if self.dtype is None:
-            return value_row(self.host)
-        block_shape = next(iter(self.blocks))[1]
-        return {
-            "kind": self.kind,
-            "dtype": dtype_name(self.dtype),
-            "shape": self.shape,
-            "cuts": [
-                n // part if part else 1 for n, part in zip(self.shape, block_shape, strict=True)
-            ],
-            "blocks": [
-                (file_of(writer), files[writer]["blocks"][self.leaf.key])
-                for _, writer in sorted(writers.items())
-            ],
-        }
+        return prod(self.block_shape) * (self.dtype.itemsize if self.dtype else 0)
 
     def describe(self) -> str:
         """One line, which must be equal in all processes that save together."""
         text = describe(self.kind, self.dtype, self.shape)
         if self.held is not None:
-            return f"{text} in the blocks {self.blocks}"
+            return f"{text} in the blocks {self.holders}"
         if self.dtype is None:
             return f"{text}: {self.host!r:.200}"
         if self.host.numel() == 1:
@@ -112,11 +90,11 @@ def _saved(leaf: Leaf) -> _Saved:
     if isinstance(value, ShardedTensor):
         layout, handle = value._alive()
         if not _is_own_copy(layout):
-            blocks: dict[Extent, list[int]] = {}
-            for rank, extent in extents(layout).items():
-                blocks.setdefault(extent, []).append(rank)
-            held = layout, handle
-            return _Saved(leaf, kind, None, whole(layout)[0], layout.dtype, blocks, held)
+            holders: dict[Sizes, list[int]] = {}
+            for rank, offsets in origins(layout).items():
+                holders.setdefault(offsets, []).append(rank)
+            kinds = layout.dtype, whole(layout), layout.block_shape
+            return _Saved(leaf, kind, None, (layout, handle), *kinds, holders)
         value = value.to_host()
     try:
         tensor = host_tensor(value).resolve_conj().resolve_neg()
@@ -126,7 +104,7 @@ def _saved(leaf: Leaf) -> _Saved:
             "torch does not have. Save numbers, or a string."
         ) from error
     shape = tuple(tensor.shape)
-    return _Saved(leaf, kind, tensor, shape, tensor.dtype, {((0,) * len(shape), shape): [HOST]})
+    return _Saved(leaf, kind, tensor, None, tensor.dtype, shape, shape, {(0,) * len(shape): [HOST]})
 
 
 def _is_own_copy(layout: Layout) -> bool:
@@ -134,121 +112,92 @@ def _is_own_copy(layout: Layout) -> bool:
     return layout.is_replicated and len(layout.devices) == 1 and process_count() > 1
 
 
-def whole(layout: Layout) -> tuple[Sizes, int | None]:
-    """Shape of the value over all controllers, and the dim that is divided between them, if any."""
-    here = process_index()
-    is_part = all(device.process_index == here for device in layout.devices)
-    if process_count() == 1 or not is_part or _is_own_copy(layout):
-        return layout.shape, None
-    dim = layout.dim
-    assert dim is not None, "of a layout on one device"
-    rows = layout.shape[dim] * process_count()
-    return (*layout.shape[:dim], rows, *layout.shape[dim + 1 :]), dim
+def _dim_of_processes(layout: Layout) -> int | None:
+    """The dim of the value over all controllers of which each has its own rows, if any."""
+    is_here = all(device.process_index == process_index() for device in layout.devices)
+    return layout.dim if process_count() > 1 and is_here and not _is_own_copy(layout) else None
 
 
-def extents(layout: Layout) -> dict[int, Extent]:
-    """Offsets and sizes of the block of each rank in the value over all controllers."""
-    shape, dim = whole(layout)
-    if dim is not None:
-        origin, size = (0,) * len(shape), layout.shape[dim]
-        return {
-            rank: ((*origin[:dim], rank * size, *origin[dim + 1 :]), layout.shape)
-            for rank in range(process_count())
-        }
+def whole(layout: Layout) -> Sizes:
+    """Shape of the value over all controllers."""
+    rows = _dim_of_processes(layout)
+    return tuple(n * process_count() if k == rows else n for k, n in enumerate(layout.shape))
+
+
+def origins(layout: Layout) -> dict[int, Sizes]:
+    """Where the block of each rank begins in the value over all controllers."""
+    rows = _dim_of_processes(layout)
+    if rows is None:
+        where = zip(layout.ranks, layout.slices, strict=True)
+        return {rank: tuple(part.start or 0 for part in parts) for rank, parts in where}
     return {
-        rank: (
-            tuple(part.indices(size)[0] for part, size in zip(where, shape, strict=True)),
-            layout.block_shape,
-        )
-        for rank, where in zip(layout.ranks, layout.slices, strict=True)
+        rank: tuple(rank * n if k == rows else 0 for k, n in enumerate(layout.shape))
+        for rank in range(process_count())
     }
 
 
-# -- what is written, and when it is complete ------------------------------------------------------
+def _plans(leaves: Iterable[_Saved]) -> Plans:
+    """What each rank writes."""
+    num_bytes: Counter[int] = Counter()
+    plans: Plans = {}
+    for saved in leaves:
+        for offsets, holders in saved.holders.items():
+            writer = min(holders, key=num_bytes.__getitem__)
+            writer = 0 if writer == HOST and is_launched() else writer
+            num_bytes[writer] += saved.block_bytes
+            plans.setdefault(writer, {})[saved.leaf.key] = offsets
+    return plans
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """All about a save but the values."""
-
-    folder: Folder
-    leaves: Mapping[str, _Saved]
-    skeleton: Any
-    writers: Mapping[str, Mapping[Sizes, int]]
-    """Who writes each block, by key and offsets."""
-
-    def plans(self) -> dict[int, Plan]:
-        """What each writer writes."""
-        plans: dict[int, dict[str, Sizes]] = {}
-        for key, blocks in self.writers.items():
-            for offsets, writer in blocks.items():
-                plans.setdefault(writer, {})[key] = offsets
-        return dict(sorted(plans.items()))
-
-    def commit(self, given: Iterable[Answers]) -> None:
-        """Write the table, and give the folder its name.
-
-        Raises:
-            CheckpointError: a file could not be written.
-        """
-        files: dict[int, Written] = {}
-        try:
-            for writer, (file, failure) in (pair for each in given for pair in each.items()):
-                if file is None:
-                    raise CheckpointError(failure)
-                files[writer] = file
-            rows = {key: saved.row(self.writers[key], files) for key, saved in self.leaves.items()}
-            about = {
-                file_of(writer): {"bytes": file["bytes"], "header": file["header"]}
-                for writer, file in files.items()
-            }
-            self.folder.commit(
-                table_text(rows, self.skeleton, about),
-                {name: file["bytes"] for name, file in about.items()},
-            )
-        except Exception as error:
-            self.folder.discard()
-            what = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-            raise CheckpointError(
-                f"the checkpoint {self.folder.path} could not be saved: {what}{error}. What was "
-                "there before is still there."
-            ) from None
+# -- agreeing, and naming the folder ---------------------------------------------------------------
 
 
 def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], None]:
     """Copy the values to write; the returned function writes them."""
-    others, what = peers(), f"torchpmap.checkpoint.save({str(path)!r})"
-    draft = _agreed(others, what, Folder(path), tree)
+    others, what, folder = peers(), f"torchpmap.checkpoint.save({str(path)!r})", Folder(path)
+    leaves, skeleton = _agreed(others, what, folder, tree)
+    plans = _plans(leaves)
+
+    def commit(given: Sequence[Answers]) -> None:
+        try:
+            _commit(folder, leaves, skeleton, plans, given)
+        except Exception as error:
+            folder.discard()
+            kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+            raise CheckpointError(
+                f"the checkpoint {folder.path} could not be saved: {kind}{error}. What was there "
+                "before is still there."
+            ) from None
+
     mine = others.rank if is_launched() else HOST
     try:
-        write = _copied(draft, mine)
+        write = _copied(folder, leaves, plans, mine)
     except Exception as error:
-        others.decide({mine: (None, f"{type(error).__name__}: {error}")}, draft.commit, what)
+        others.decide({mine: (None, f"{type(error).__name__}: {error}")}, commit, what)
         raise
-    return lambda: others.decide(write(), draft.commit, what)
+    return lambda: others.decide(write(), commit, what)
 
 
-def _agreed(others: Peers, what: str, folder: Folder, tree: Any) -> _Draft:
-    """What to save; raises in every process unless all processes save the same tree."""
+def _agreed(others: Peers, what: str, folder: Folder, tree: Any) -> tuple[list[_Saved], Any]:
+    """Leaves and skeleton; raises in every process unless all processes save the same tree."""
 
-    def draft() -> _Draft:
+    def described() -> tuple[list[_Saved], Any]:
         found, _, skeleton = leaves_of(tree, "tree")
-        leaves = {leaf.key: _saved(leaf) for leaf in found}
+        leaves = [_saved(leaf) for leaf in found]
         block_until_ready(tree)
         if others.rank == 0:
             folder.prepare()
-        return _Draft(folder, leaves, skeleton, _writers(leaves.values()))
+        return leaves, skeleton
 
     try:
-        drafted = others.together(draft, what)
+        leaves, skeleton = others.together(described, what)
         if others.size > 1:
-            lines = {saved.leaf.path: saved.describe() for saved in drafted.leaves.values()}
-            _compare(others.exchange(lines, what), what)
+            _compare(others.exchange({x.leaf.path: x.describe() for x in leaves}, what), what)
     except Exception:
         if others.rank == 0:
             folder.discard()
         raise
-    return drafted
+    return leaves, skeleton
 
 
 def _compare(given: Sequence[dict[str, str]], what: str) -> None:
@@ -264,40 +213,52 @@ def _compare(given: Sequence[dict[str, str]], what: str) -> None:
                 )
 
 
-def _writers(leaves: Iterable[_Saved]) -> dict[str, dict[Sizes, int]]:
-    """The rank that writes each block, by key and offsets."""
-    num_bytes: Counter[int] = Counter()
-    writers: dict[str, dict[Sizes, int]] = {}
+def _commit(
+    folder: Folder, leaves: Iterable[_Saved], skeleton: Any, plans: Plans, given: Sequence[Answers]
+) -> None:
+    """Write the table, and give the folder its name."""
+    files: dict[int, Written] = {}
+    for writer, (file, failure) in itertools.chain(*(answers.items() for answers in given)):
+        if file is None:
+            raise CheckpointError(failure)
+        files[writer] = file
+    rows = {}
     for saved in leaves:
-        found = writers[saved.leaf.key] = {}
-        for (offsets, _), holders in saved.blocks.items():
-            writer = min(holders, key=num_bytes.__getitem__)
-            found[offsets] = writer = 0 if writer == HOST and is_launched() else writer
-            num_bytes[writer] += saved.block_bytes()
-    return writers
+        key = saved.leaf.key
+        if saved.dtype is None:
+            rows[key] = value_row(saved.host)
+            continue
+        writers = sorted((plan[key], writer) for writer, plan in plans.items() if key in plan)
+        blocks = [(file_of(writer), files[writer]["blocks"][key]) for _, writer in writers]
+        rows[key] = array_row(saved.kind, saved.dtype, saved.shape, saved.block_shape, blocks)
+    about = {
+        file_of(writer): {"bytes": file["bytes"], "header": file["header"]}
+        for writer, file in files.items()
+    }
+    sizes = {name: file["bytes"] for name, file in about.items()}
+    folder.commit(table_text(rows, skeleton, about), sizes)
 
 
 # -- copying ---------------------------------------------------------------------------------------
 
 
-def _copied(draft: _Draft, mine: int) -> Callable[[], Answers]:
+def _copied(
+    folder: Folder, leaves: Sequence[_Saved], plans: Plans, mine: int
+) -> Callable[[], Answers]:
     """Copy the values to write; the returned function writes them."""
-    growing, plans = draft.folder.growing, draft.plans()
-    elsewhere = (
-        {} if is_launched() else {rank: plan for rank, plan in plans.items() if rank != HOST}
-    )
+    elsewhere = {} if is_launched() else {rank: plans[rank] for rank in plans if rank != HOST}
+    plan = plans.get(mine, {})
     pipes = Pipes(elsewhere)
     try:
         if elsewhere:
-            _copy_on_workers(draft, elsewhere, pipes.path)
-        copies = {key: _block_here(draft.leaves[key]) for key in plans.get(mine, {})}
+            _copy_on_workers(folder, leaves, elsewhere, pipes.path)
+        copies = {saved.leaf.key: _block_here(saved) for saved in leaves if saved.leaf.key in plan}
     except BaseException:
         pipes.close()
         raise
 
     def write() -> Answers:
-        answers = attempt(growing, mine, plans[mine], copies) if mine in plans else {}
-        return answers | pipes.answers()
+        return (attempt(folder.growing, mine, plan, copies) if plan else {}) | pipes.answers()
 
     return write
 
@@ -312,23 +273,25 @@ def _block_here(saved: _Saved) -> torch.Tensor:
     return fetch_blocks(layout, handle, [layout.ranks.index(process_index())])[0]
 
 
-def _copy_on_workers(draft: _Draft, plans: Mapping[int, Plan], pipes: str) -> None:
+def _copy_on_workers(
+    folder: Folder, leaves: Iterable[_Saved], plans: Mapping[int, Plan], pipes: str
+) -> None:
     """Have worker processes copy their blocks and begin to write them."""
     by_team: dict[Sizes, list[_Saved]] = {}
-    for saved in draft.leaves.values():
+    for saved in leaves:
         if saved.held is not None:
             by_team.setdefault(saved.held[0].ranks, []).append(saved)
     for ranks, group in by_team.items():
-        ends = itertools.accumulate(saved.block_bytes() for saved in group)
-        for _, part in itertools.groupby(
-            zip(group, ends, strict=True), lambda pair: pair[1] // _SNAPSHOT_BYTES
-        ):
-            some = [saved for saved, _ in part]
-            todo = tuple(
-                tuple((k, s.leaf.key) for k, s in enumerate(some) if s.leaf.key in plans.get(r, ()))
-                for r in ranks
-            )
+        totals = itertools.accumulate(saved.block_bytes for saved in group)
+        numbered = zip((total // _SNAPSHOT_BYTES for total in totals), group, strict=True)
+        for _, part in itertools.groupby(numbered, operator.itemgetter(0)):
+            some = [saved for _, saved in part]
+            keys = [saved.leaf.key for saved in some]
+            todo = [
+                [(k, key) for k, key in enumerate(keys) if key in plans.get(rank, ())]
+                for rank in ranks
+            ]
             handles = [saved.held[1] for saved in some if saved.held]
             run_on(current_runtime().team(ranks), NAME, Snapshot(pipes, todo), handles)
-    last = Snapshot(pipes, ((),) * len(plans), draft.folder.growing, tuple(plans.items()))
+    last = Snapshot(pipes, [[]] * len(plans), folder.growing, list(plans.items()))
     run_on(current_runtime().team(tuple(plans)), NAME, last)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpmap._base.data import packed, unpacked
-from torchpmap._base.errors import CheckpointError, PmapError, kind_of
+from torchpmap._base.errors import CheckpointError, PmapError, dtype_name, kind_of
 from torchpmap.checkpoint import _blocks
 from torchpmap.checkpoint._blocks import Block, Entries, Files, Sizes, sizes_of
 from torchpmap.checkpoint._folder import TABLE, broken, other_format, read_table
@@ -128,6 +128,15 @@ def table_text(leaves: Any, skeleton: Any, files: Any) -> bytes:
     return json.dumps({"digest": _digest(body), "checkpoint": body}).encode()
 
 
+def array_row(
+    kind: str, dtype: torch.dtype, shape: Sizes, block_shape: Sizes, blocks: Any
+) -> dict[str, Any]:
+    """What the table has of an array."""
+    cuts = [n // part if part else 1 for n, part in zip(shape, block_shape, strict=True)]
+    what = {"kind": kind, "dtype": dtype_name(dtype), "shape": shape}
+    return {**what, "cuts": cuts, "blocks": blocks}
+
+
 def value_row(value: Any) -> dict[str, Any]:
     """What the table has of a leaf that is not an array."""
     return {"kind": type(value).__name__, "value": json.loads(packed(value))}
@@ -161,7 +170,7 @@ def _row(key: str, row: Any, headers: dict[str, Entries]) -> Row:
             )
         blocks.append(Block(name, start, checksums))
     if kind != "tensor":
-        torch.empty(0, dtype=dtype).numpy()  # a TypeError for what numpy lacks
+        torch.empty(0, dtype=dtype, device="cpu").numpy()  # a TypeError for what numpy lacks
     if kind == "numpy scalar" and shape:
         raise ValueError(f"{key!r:.50} is a scalar of shape {shape}")
     return Row(kind, None, dtype, shape, cuts, block_shape, tuple(blocks))

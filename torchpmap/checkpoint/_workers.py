@@ -11,7 +11,7 @@ sends the result to the controller through a pipe of its own:
     answers()                  <------  (what it wrote, None), or (None, what went wrong)
 
 If a worker dies, its pipe ends and the controller stops waiting; for a stopped worker it waits
-until a deadline.  The pipes are in a folder that only this user can enter; they carry only data.
+until a deadline.  Only data goes through the pipes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import util
 from multiprocessing.connection import wait
@@ -63,11 +63,11 @@ class Snapshot:
 
     pipes: str
     """Path of the writers' pipes, without their ranks."""
-    todo: tuple[tuple[tuple[int, str], ...], ...]
+    todo: Sequence[Sequence[tuple[int, str]]]
     """Per device of the team: the positions of the given blocks to copy, and their keys."""
     folder: Path | None = None
     """Where to write now; None: more calls follow."""
-    plans: tuple[tuple[int, Plan], ...] = ()
+    plans: Sequence[tuple[int, Plan]] = ()
     """Per device of the team: its rank, and what it writes."""
 
     def run(
@@ -99,8 +99,8 @@ class Restore:
     """Read blocks from files; they become values of the device."""
 
     folder: Path
-    rows: tuple[Row, ...]
-    extents: tuple[tuple[Extent, ...], ...]
+    rows: Sequence[Row]
+    extents: Sequence[Sequence[Extent]]
     """Per device of the team: the part of each row that it reads."""
 
     def run(
@@ -115,8 +115,10 @@ class Restore:
 class Pipes:
     """The controller's ends of the pipes for one save."""
 
-    def __init__(self, writers: Iterable[int]) -> None:
-        self.path = str(Path(util.get_temp_dir(), f"checkpoint-{secrets.token_hex(8)}-"))
+    def __init__(self, writers: Collection[int]) -> None:
+        # in a folder that only this user can enter, and that is made when it is needed
+        folder = util.get_temp_dir() if writers else ""
+        self.path = f"{folder}/checkpoint-{secrets.token_hex(8)}-"
         self._limit_s = config.snapshot().patience
         self._ends: dict[int, int] = {}
         for writer in writers:
