@@ -3,11 +3,13 @@ under torchrun.
 """
 
 import contextlib
+import gc
 import os
 import resource
 import shutil
 import signal
 import warnings
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from _values import WHOLE, rows, sign, table_of
 
 import torchpmap as tp
 from torchpmap.checkpoint import latest, load, save
+from torchpmap.checkpoint._save import begin
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 HERE = Path(__file__).parent
@@ -42,6 +45,18 @@ def test_values_may_change_while_they_are_saved(tmp_path):
     found = load(tmp_path / "c")
     assert found["a"].tolist() == found["b"].tolist() == [1.0, 1.0, 1.0]
     assert torch.equal(found["c"], WHOLE[:4])
+
+
+def test_values_are_free_while_they_are_saved(tmp_path):
+    """Else a donated value would stay on the devices until it is on disk."""
+    host, given = torch.ones(3), rows(WHOLE[:4])
+    finish = begin(tmp_path / "c", {"a": host, "c": given})
+    gone = [weakref.ref(host), weakref.ref(given)]
+    del host, given
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    finish()
+    assert torch.equal(load(tmp_path / "c")["c"], WHOLE[:4])
 
 
 def test_readers_wait_for_a_save_in_progress(tmp_path):

@@ -152,12 +152,12 @@ class Folder:
         """Remove what was written so far."""
         shutil.rmtree(self.growing, ignore_errors=True)
 
-    def commit(self, table: bytes, sizes: Mapping[str, int]) -> None:
-        """Write the table, after the other files, which have these sizes, and give the folder its
-        name.
+    def commit(self, table: bytes, files: Mapping[str, Mapping[str, int]]) -> None:
+        """Write the table, after the other files, and give the folder its name.  ``files`` says how
+        many ``bytes`` they have.
         """
-        for name, size in sizes.items():
-            path = self.growing / name
+        for name, about in files.items():
+            path, size = self.growing / name, about["bytes"]
             if not path.exists() or path.stat().st_size != size:
                 raise CheckpointError(
                     f"the file {name} with {size} bytes, which another process wrote to "

@@ -7,6 +7,7 @@ a block, the device that has least to write writes it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import os
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchpmap._base.errors import CheckpointError
+from torchpmap._base.errors import CheckpointError, dtype_name
 from torchpmap._base.fingerprint import digest
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
@@ -31,7 +32,7 @@ from torchpmap._sharded.transfer import fetch_blocks, host_tensor
 from torchpmap.checkpoint._blocks import RESERVED, Plan, Sizes, Written
 from torchpmap.checkpoint._folder import Folder
 from torchpmap.checkpoint._peers import Peers, peers
-from torchpmap.checkpoint._table import array_row, describe, table_text, value_row
+from torchpmap.checkpoint._table import describe, table_text, value_row
 from torchpmap.checkpoint._tree import VALUES, Leaf, leaf_kind, leaves_of
 from torchpmap.checkpoint._workers import HOST, NAME, Answers, Pipes, Snapshot, attempt, file_of
 
@@ -64,6 +65,22 @@ class _Saved:
     @property
     def block_bytes(self) -> int:
         return prod(self.block_shape) * (self.dtype.itemsize if self.dtype else 0)
+
+    def row(self, plans: Plans) -> dict[str, Any]:
+        """Its row of the table, with the writers in place of the blocks; it does not keep the
+        values in memory.
+        """
+        if self.dtype is None:
+            return value_row(self.host)
+        key, sizes = self.leaf.key, zip(self.shape, self.block_shape, strict=True)
+        writers = sorted((plan[key], writer) for writer, plan in plans.items() if key in plan)
+        return {
+            "kind": self.kind,
+            "dtype": dtype_name(self.dtype),
+            "shape": self.shape,
+            "cuts": [size // part if part else 1 for size, part in sizes],
+            "blocks": [writer for _, writer in writers],
+        }
 
     def describe(self) -> str:
         """One line, which must be equal in all processes that save together."""
@@ -153,22 +170,12 @@ def _plans(leaves: Iterable[_Saved]) -> Plans:
 
 
 def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], None]:
-    """Copy the values to write; the returned function writes them."""
+    """Copy the values to write; the returned function writes them, and has no others."""
     others, what, folder = peers(), f"torchpmap.checkpoint.save({str(path)!r})", Folder(path)
     leaves, skeleton = _agreed(others, what, folder, tree)
     plans = _plans(leaves)
-
-    def commit(given: Sequence[Answers]) -> None:
-        try:
-            _commit(folder, leaves, skeleton, plans, given)
-        except Exception as error:
-            folder.discard()
-            kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-            raise CheckpointError(
-                f"the checkpoint {folder.path} could not be saved: {kind}{error}. What was there "
-                "before is still there."
-            ) from None
-
+    rows = {saved.leaf.key: saved.row(plans) for saved in leaves}
+    commit = functools.partial(_commit, folder, rows, skeleton)
     mine = others.rank if is_launched() else HOST
     try:
         write = _copied(folder, leaves, plans, mine)
@@ -214,29 +221,34 @@ def _compare(given: Sequence[dict[str, str]], what: str) -> None:
 
 
 def _commit(
-    folder: Folder, leaves: Iterable[_Saved], skeleton: Any, plans: Plans, given: Sequence[Answers]
+    folder: Folder, rows: dict[str, dict[str, Any]], skeleton: Any, given: Sequence[Answers]
 ) -> None:
-    """Write the table, and give the folder its name."""
+    """Write the table, and give the folder its name.
+
+    Raises:
+        CheckpointError: a file could not be written.
+    """
     files: dict[int, Written] = {}
-    for writer, (file, failure) in itertools.chain(*(answers.items() for answers in given)):
-        if file is None:
-            raise CheckpointError(failure)
-        files[writer] = file
-    rows = {}
-    for saved in leaves:
-        key = saved.leaf.key
-        if saved.dtype is None:
-            rows[key] = value_row(saved.host)
-            continue
-        writers = sorted((plan[key], writer) for writer, plan in plans.items() if key in plan)
-        blocks = [(file_of(writer), files[writer]["blocks"][key]) for _, writer in writers]
-        rows[key] = array_row(saved.kind, saved.dtype, saved.shape, saved.block_shape, blocks)
-    about = {
-        file_of(writer): {"bytes": file["bytes"], "header": file["header"]}
-        for writer, file in files.items()
-    }
-    sizes = {name: file["bytes"] for name, file in about.items()}
-    folder.commit(table_text(rows, skeleton, about), sizes)
+    try:
+        for writer, (file, failure) in itertools.chain(*(answers.items() for answers in given)):
+            if file is None:
+                raise CheckpointError(failure)
+            files[writer] = file
+        for key, row in rows.items():
+            if "blocks" in row:
+                row["blocks"] = [(file_of(k), files[k]["blocks"][key]) for k in row["blocks"]]
+        about = {
+            file_of(writer): {"bytes": file["bytes"], "header": file["header"]}
+            for writer, file in files.items()
+        }
+        folder.commit(table_text(rows, skeleton, about), about)
+    except Exception as error:
+        folder.discard()
+        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        raise CheckpointError(
+            f"the checkpoint {folder.path} could not be saved: {kind}{error}. What was there "
+            "before is still there."
+        ) from None
 
 
 # -- copying ---------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpmap._base.data import packed, unpacked
-from torchpmap._base.errors import CheckpointError, PmapError, dtype_name, kind_of
+from torchpmap._base.errors import CheckpointError, PmapError, kind_of
 from torchpmap.checkpoint import _blocks
 from torchpmap.checkpoint._blocks import Block, Entries, Files, Sizes, sizes_of
 from torchpmap.checkpoint._folder import TABLE, broken, other_format, read_table
@@ -126,15 +126,6 @@ def table_text(leaves: Any, skeleton: Any, files: Any) -> bytes:
     """The text of a table; the arguments are as in the picture above."""
     body = {"version": _VERSION, "tree": skeleton, "leaves": leaves, "files": files}
     return json.dumps({"digest": _digest(body), "checkpoint": body}).encode()
-
-
-def array_row(
-    kind: str, dtype: torch.dtype, shape: Sizes, block_shape: Sizes, blocks: Any
-) -> dict[str, Any]:
-    """What the table has of an array."""
-    cuts = [n // part if part else 1 for n, part in zip(shape, block_shape, strict=True)]
-    what = {"kind": kind, "dtype": dtype_name(dtype), "shape": shape}
-    return {**what, "cuts": cuts, "blocks": blocks}
 
 
 def value_row(value: Any) -> dict[str, Any]:
