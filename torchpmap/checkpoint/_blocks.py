@@ -27,7 +27,7 @@ import torch
 
 from torchpmap._base.errors import CheckpointError
 from torchpmap._base.fingerprint import as_bytes
-from torchpmap.checkpoint._folder import broken, created, flush, opened
+from torchpmap.checkpoint._folder import broken, created, opened
 
 Sizes = tuple[int, ...]
 Plan = Mapping[str, Sizes]
@@ -52,6 +52,11 @@ _ITEM_BYTES = {name: dtype.itemsize for dtype, name in _NAMES.items()}
 def stored_as(dtype: torch.dtype, shape: Sizes) -> tuple[str, Sizes]:
     """The dtype and shape of a block in its file."""
     return (_NAMES[dtype], shape) if dtype in _NAMES else ("U8", (*shape, dtype.itemsize))
+
+
+def num_pieces(dtype: torch.dtype, shape: Sizes) -> int:
+    """How many checksums a block has."""
+    return -(-prod(shape) * dtype.itemsize // PIECE_BYTES)
 
 
 def write(path: Path, plan: Plan, blocks: Mapping[str, torch.Tensor]) -> Written:
@@ -82,7 +87,6 @@ def write(path: Path, plan: Plan, blocks: Mapping[str, torch.Tensor]) -> Written
                 piece = data[start : start + PIECE_BYTES]
                 file.write(piece)
                 checksums[key].append(zlib.crc32(piece))
-        flush(file)
     return {"bytes": 8 + len(header) + end, "header": zlib.crc32(header), "blocks": checksums}
 
 

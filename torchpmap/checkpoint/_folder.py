@@ -18,7 +18,8 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -81,15 +82,16 @@ def opened(folder: Path, name: str) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def created(path: Path) -> BufferedWriter:
-    """A new file that only the user can read, even if the folder is opened to others later."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE), "wb")
-
-
-def flush(file: BufferedWriter) -> None:
-    """Bring a written file to the disk."""
-    file.flush()
-    os.fsync(file.fileno())
+@contextmanager
+def created(path: Path) -> Iterator[BufferedWriter]:
+    """A new file, which is on the disk in the end.  Only the user can read it, even if the folder
+    is opened to others later.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE)
+    with os.fdopen(descriptor, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(descriptor)
 
 
 def read_table(folder: Path) -> bytes:
@@ -171,7 +173,6 @@ class Folder:
             )
         with created(self.growing / TABLE) as file:
             file.write(table)
-            flush(file)
         _sync(self.growing)
         if self.path.exists():
             self.path.rename(self.replaced)

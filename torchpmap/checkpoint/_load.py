@@ -44,9 +44,10 @@ def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
         if like is not None:
             return structure.unflatten(_restore(wants, folder))
         with Files(folder) as files:
-            return rebuild(table.skeleton, lambda key: _on_host(table.rows[key], files))
+            return rebuild(table.skeleton, lambda key: _on_host(rows[key], files, rows[key].kind))
 
     table, wants = others.together(read, what)
+    rows = table.rows
     digests = others.exchange(table.digest, what)
     if len(set(digests)) > 1:
         raise CheckpointError(
@@ -130,7 +131,9 @@ def _restore(wants: Sequence[Wanted], folder: Path) -> list[Any]:
     with Files(folder) as files:
         for leaf, row, layout in wants:
             if layout is None:
-                values[leaf.key] = _on_host_like(leaf, row, files)
+                is_struct = isinstance(leaf.value, ShapeDtypeStruct)
+                value = _on_host(row, files, "tensor" if is_struct else leaf_kind(leaf))
+                values[leaf.key] = _as_given(value, leaf.value)
             else:
                 by_team.setdefault(layout.ranks, []).append((leaf, row, layout))
         for ranks, group in by_team.items():
@@ -158,28 +161,22 @@ def _on_devices(
     return handles
 
 
-def _on_host(row: Row, files: Files, kind: str = "") -> Any:
-    """A value on the host, as a leaf of ``kind``, or of the kind that was saved."""
+def _on_host(row: Row, files: Files, kind: str) -> Any:
+    """A value on the host, as a leaf of a kind; a Python value as it is."""
     if row.dtype is None:
         return row.value
     value = row.read(files)
-    if (kind or row.kind) == "tensor":
+    if kind == "tensor":
         return value
-    return value.numpy() if (kind or row.kind) == "ndarray" else value.numpy()[()]
-
-
-def _on_host_like(leaf: Leaf, row: Row, files: Files) -> Any:
-    like = leaf.value
-    if isinstance(like, ShapeDtypeStruct):
-        return _on_host(row, files, "tensor")
-    value = _on_host(row, files, leaf_kind(leaf))
-    if isinstance(like, torch.Tensor) and like.device.type != "meta":
-        value = value.to(like.device)
-    return _as_given(value, like)
+    return value.numpy() if kind == "ndarray" else value.numpy()[()]
 
 
 def _as_given(value: Any, like: Any) -> Any:
-    """Make a tensor a parameter, or require grad, if ``like`` does."""
+    """Put a tensor on the device of ``like``, and make it a parameter, or require grad, if that
+    does.
+    """
+    if isinstance(like, torch.Tensor) and type(value) is torch.Tensor:
+        value = value if like.device.type == "meta" else value.to(like.device)
     if isinstance(like, torch.nn.Parameter):
         return torch.nn.Parameter(value, like.requires_grad)
     if isinstance(like, torch.Tensor) and like.requires_grad:

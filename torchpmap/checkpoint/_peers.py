@@ -77,7 +77,12 @@ class Peers:
             return
         failure = "rank 0 was interrupted"
         try:
-            work(self._collected(turn, mine, what))
+            keys = [f"{turn}/{rank}" for rank in range(1, self.size)]
+            self._wait(keys, what)
+            given = [unpacked(self._store.get(key)) for key in keys]
+            for key in keys:
+                self._store.delete_key(key)
+            work([mine, *given])
             failure = None
         except Exception as error:
             failure = str(error)
@@ -86,14 +91,6 @@ class Peers:
             self._store.set(f"{turn}/answer", packed(failure))
             # all processes are in this turn, so all have read the answer of the last one
             self._store.delete_key(f"checkpoint/{self._turn - 2}/answer")
-
-    def _collected(self, turn: str, mine: Any, what: str) -> list[Any]:
-        keys = [f"{turn}/{rank}" for rank in range(1, self.size)]
-        self._wait(keys, what)
-        given = [mine, *(unpacked(self._store.get(key)) for key in keys)]
-        for key in keys:
-            self._store.delete_key(key)
-        return given
 
     def _wait(self, keys: list[str], what: str) -> None:
         # the main script's way to wait also posts what it waits for, to detect deadlocks

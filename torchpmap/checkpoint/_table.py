@@ -29,8 +29,16 @@ import torch
 
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.errors import CheckpointError, PmapError, kind_of
-from torchpmap.checkpoint import _blocks
-from torchpmap.checkpoint._blocks import Block, Entries, Files, Sizes, sizes_of
+from torchpmap.checkpoint._blocks import (
+    Block,
+    Entries,
+    Files,
+    Sizes,
+    num_pieces,
+    read_header,
+    sizes_of,
+    stored_as,
+)
 from torchpmap.checkpoint._folder import TABLE, broken, other_format, read_table
 from torchpmap.checkpoint._tree import ARRAYS, SAVED_DTYPES, VALUES, rebuild
 
@@ -106,8 +114,7 @@ class Table(NamedTuple):
             headers = {}
             with Files(folder) as files:
                 for source, file in body["files"].items():
-                    size, checksum = file["bytes"], file["header"]
-                    headers[source] = _blocks.read_header(files, source, size, checksum)
+                    headers[source] = read_header(files, source, file["bytes"], file["header"])
             source = TABLE
             rows = {key: _row(key, row, headers) for key, row in body["leaves"].items()}
             left = set(rows)
@@ -150,13 +157,12 @@ def _row(key: str, row: Any, headers: dict[str, Entries]) -> Row:
     block_shape = tuple(size // count for size, count in zip(shape, cuts, strict=True))
     if tuple(map(int.__mul__, block_shape, cuts)) != shape:
         raise ValueError(f"{key!r:.50} of shape {shape} is cut into {cuts}")
-    blocks, expected = [], _blocks.stored_as(dtype, block_shape)
-    num_pieces = -(-prod(block_shape) * dtype.itemsize // _blocks.PIECE_BYTES)
+    blocks, expected, count = [], stored_as(dtype, block_shape), num_pieces(dtype, block_shape)
     for name, checksums in row["blocks"]:
         found, start = headers[name][key]
-        if found != expected or len(checksums) != num_pieces:
+        if found != expected or len(checksums) != count:
             raise ValueError(
-                f"{name!r:.50} has {key!r:.50} as {found}, but {expected} with {num_pieces} "
+                f"{name!r:.50} has {key!r:.50} as {found}, but {expected} with {count} "
                 f"checksums is expected, and not {checksums!r:.50}"
             )
         blocks.append(Block(name, start, checksums))
