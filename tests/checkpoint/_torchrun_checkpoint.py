@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,7 +111,8 @@ def test_asynchronous() -> None:
 
 
 def test_the_processes_differ() -> None:
-    for value in (tp.process_index(), torch.tensor([tp.process_index(), 2])):
+    rank = tp.process_index()
+    for value in (rank, torch.tensor([rank, 2]), "a" * 300 + str(rank), np.ones(1) * rank):
         with pytest.raises(ValueError, match=r"differ at tree\['seed'\]: rank 0 has .*a row"):
             tp.checkpoint.save(folder / "differ", {"same": 1, "seed": value})
     dist.barrier()

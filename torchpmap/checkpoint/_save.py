@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.errors import CheckpointError, dtype_name
-from torchpmap._base.fingerprint import digest
+from torchpmap._base.fingerprint import digest, shown
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import is_launched, process_count, process_index
@@ -87,11 +87,7 @@ class _Saved:
         text = describe(self.kind, self.dtype, self.shape)
         if self.held is not None:
             return f"{text} in the blocks {self.holders}"
-        if self.dtype is None:
-            return f"{text}: {self.host!r:.200}"
-        if self.host.numel() == 1:
-            return f"{text}: {self.host.item()}"
-        return f"{text} with the digest {digest(self.host)[:8].hex()}"
+        return f"{text}: {shown(self.host):.200} (digest {digest(self.host)[:8].hex()})"
 
 
 def _saved(leaf: Leaf) -> _Saved:
