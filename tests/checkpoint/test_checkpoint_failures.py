@@ -160,6 +160,15 @@ def test_a_worker_is_killed_while_it_writes(tmp_path):
     assert len(worker_pids()) == 4  # after the repair
 
 
+def test_an_error_before_anything_is_written_is_raised_as_it_is(tmp_path, monkeypatch):
+    save(tmp_path / "c", 1)
+    monkeypatch.setattr("multiprocessing.util.get_temp_dir", lambda: tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="No such file or directory"):
+        save(tmp_path / "c", {"w": rows(WHOLE[:4])})
+    assert os.listdir(tmp_path) == ["c"]
+    assert load(tmp_path / "c") == 1
+
+
 # -- never half of one -----------------------------------------------------------------------------
 
 

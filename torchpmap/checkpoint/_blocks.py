@@ -157,17 +157,15 @@ class Block(NamedTuple):
             CheckpointError: what is read is damaged.
         """
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        item, last = (
-            target.dtype.itemsize,
-            [k + n - 1 for k, n in zip(first, target.shape, strict=True)],
-        )
+        item = target.dtype.itemsize
+        last = [k + n - 1 for k, n in zip(first, target.shape, strict=True)]
         start = item * sum(map(int.__mul__, first, strides))
         stop = item * (1 + sum(map(int.__mul__, last, strides)))
         begin = start - start % PIECE_BYTES
         end = min(stop + -stop % PIECE_BYTES, item * prod(shape))
         is_all = target.shape == shape and target.is_contiguous()
-        data = torch.empty(0 if is_all else end - begin, dtype=torch.uint8, device="cpu")
-        data = as_bytes(target) if is_all else data
+        around = torch.empty(0 if is_all else end - begin, dtype=torch.uint8, device="cpu")
+        data = as_bytes(target) if is_all else around
         file = files.open(self.file)
         file.seek(self.start + begin)
         for number, piece in enumerate(data.split(PIECE_BYTES), begin // PIECE_BYTES):

@@ -7,6 +7,7 @@ a block, the device that has least to write writes it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -176,7 +177,8 @@ def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], None]:
     try:
         write = _copied(folder, leaves, plans, mine)
     except Exception as error:
-        others.decide({mine: (None, f"{type(error).__name__}: {error}")}, commit, what)
+        with contextlib.suppress(CheckpointError):  # which the other processes raise
+            others.decide({mine: (None, f"{type(error).__name__}: {error}")}, commit, what)
         raise
     return lambda: others.decide(write(), commit, what)
 

@@ -121,10 +121,14 @@ class Pipes:
         self.path = f"{folder}/checkpoint-{secrets.token_hex(8)}-"
         self._limit_s = config.snapshot().patience
         self._ends: dict[int, int] = {}
-        for writer in writers:
-            os.mkfifo(f"{self.path}{writer}", 0o600)
-            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-            self._ends[writer] = os.open(f"{self.path}{writer}", flags)
+        try:
+            for writer in writers:
+                os.mkfifo(f"{self.path}{writer}", 0o600)
+                flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+                self._ends[writer] = os.open(f"{self.path}{writer}", flags)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         for writer, end in self._ends.items():
