@@ -38,7 +38,7 @@ from unittest.mock import patch
 
 import torch
 
-# torch loads these itself; functions import the modules that it does not (Dynamo, Inductor, DCP)
+# torch loads these itself; functions import the modules that it does not (Dynamo, Inductor)
 from torch import _decomp, _ops
 from torch._functorch import autograd_function, eager_transforms, pyfunctorch
 from torch._functorch import vmap as functorch_vmap
