@@ -32,7 +32,6 @@ NEAR_TORCH = {
     "_trace/replay": "what Inductor's code of a graph calls",
     "_trace/toolchain": "Inductor's choice of a compiler and of a folder",
     "_trace/trace": "what tracing sets in Dynamo, imported at the first trace",
-    "checkpoint/_pickles": "what files of torch.save name",
 }
 """Files that name private parts of torch, besides ``INTERNALS``, whose docstring lists them too."""
 

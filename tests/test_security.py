@@ -14,7 +14,6 @@ RUNS = {
     "_runtime.local.worker": OWN_PROCESSES,
     "_trace.graph_code": "a text that it has written itself: names and literals",
     "_runtime.torchrun.runtime": "bytes that this process has pickled itself: a copy of a function",
-    "checkpoint._pickles": "a machine that knows the instructions and names of data only",
 }
 """Every module that unpickles or runs texts: whose."""
 READERS = {"load", "loads", "Unpickler", "_Unpickler"}
@@ -37,3 +36,15 @@ def readers(name: str) -> set[str]:
 
 def test_nothing_else_reads_pickles_or_runs_texts():
     assert {name for name in SOURCES if readers(name)} == set(RUNS)
+
+
+def test_checkpoints_have_no_pickles():
+    """Files of other users are JSON and raw bytes: nothing in ``checkpoint`` can read another."""
+    checkpoint = [SOURCES[name].read_text() for name in SOURCES if name.startswith("checkpoint")]
+    nodes = [node for text in checkpoint for node in ast.walk(ast.parse(text))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert "json" in names
+    assert not names & {"pickle", "cloudpickle", "marshal", "shelve", "zipfile", "torch.storage"}
+    assert not [name for name in names if name.startswith("torch.distributed")]
+    assert not {ast.unparse(node) for node in nodes} & {"torch.load", "torch.save"}

@@ -14,7 +14,7 @@ from importlib import import_module as _import
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = ("checkpoint", "debug", "multihost", "optim", "profiler", "random")
 

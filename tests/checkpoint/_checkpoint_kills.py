@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint  # once, not in every child
 
 import torchpmap as tp
 

@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ def test_what_one_controller_saved_is_taken_apart() -> None:
 def test_both_save_and_load() -> None:
     tree = state()
     tp.checkpoint.save(folder / "both", tree)
-    assert all((folder / "both" / f"__{rank}_0.distcp").exists() for rank in (0, 1))
+    assert all((folder / "both" / f"rank_{rank}.safetensors").exists() for rank in (0, 1))
     loaded = tp.checkpoint.load(folder / "both", tree)
     assert torch.equal(loaded["rows"].to_host(), mine(ROWS))
     assert torch.equal(loaded["columns"].to_host(), mine(COLUMNS, 1))
@@ -110,7 +111,8 @@ def test_asynchronous() -> None:
 
 
 def test_the_processes_differ() -> None:
-    for value in (tp.process_index(), torch.tensor([tp.process_index(), 2])):
+    rank = tp.process_index()
+    for value in (rank, torch.tensor([rank, 2]), "a" * 300 + str(rank), np.ones(1) * rank):
         with pytest.raises(ValueError, match=r"differ at tree\['seed'\]: rank 0 has .*a row"):
             tp.checkpoint.save(folder / "differ", {"same": 1, "seed": value})
     dist.barrier()
@@ -133,13 +135,13 @@ def test_one_cannot_write() -> None:
 def test_damage_that_one_sees() -> None:
     tree = {"a": rows(ROWS)}
     tp.checkpoint.save(folder / "damaged", tree)
-    file = folder / "damaged" / "__1_0.distcp"
+    file = folder / "damaged" / "rank_1.safetensors"
     if tp.process_index() == 0:
         data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
+        data[-1] ^= 1
         file.write_bytes(data)
     dist.barrier()
-    with pytest.raises(tp.CheckpointError, match=r"__1_0.distcp have changed") as raised:
+    with pytest.raises(tp.CheckpointError, match=r"rank_1.safetensors have changed") as raised:
         tp.checkpoint.load(folder / "damaged", tree)
     assert ("rank 1 failed" in str(raised.value)) == (tp.process_index() == 0)
 

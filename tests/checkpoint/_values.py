@@ -1,28 +1,40 @@
 """What the tests of checkpoints save, how they look at what is on disk, and how they change it."""
 
 import json
-import os
-import warnings
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 
 import torchpmap as tp
 from torchpmap.checkpoint import load
-from torchpmap.checkpoint._files import _digest
+from torchpmap.checkpoint._table import _digest
 
+HOST = "host.safetensors"
 WHOLE = torch.arange(32.0).reshape(8, 4)
 TREE = {
     "w": torch.arange(6.0).reshape(2, 3),
     "many": [torch.ones(1), torch.zeros(0, 2), (torch.tensor(True), "text", 2.5, None)],
+    "half": torch.ones(3, dtype=torch.bfloat16),
     "array": torch.arange(3).numpy(),
     "step": 7,
 }
-DCP_TREE = {"w": TREE["w"], "c": torch.tensor([1 + 2j]).conj(), "step": 7, "names": ["a", b"b"]}
+HOST_LEAVES = {
+    "float": torch.tensor([1.5, -2.0]),
+    "bfloat16": torch.arange(3, dtype=torch.bfloat16),
+    "float8": torch.ones(2).to(torch.float8_e4m3fn),
+    "complex64": torch.tensor([1 + 2j]),
+    "complex128": torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex128),
+    "bool": torch.tensor([True, False]),
+    "int": torch.tensor([2**62]),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.zeros(0, 3),
+    "strided": torch.arange(12.0).reshape(3, 4).t()[1:, ::2],
+    "numpy": np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::-1],
+    "numpy_scalar": np.float32(2.5),
+}
 
 
 def mesh() -> tp.Mesh:
@@ -53,24 +65,6 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-class Runs:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
-def saved_by_torch(folder: Path, state: Any) -> Path:
-    """A checkpoint that torch saves without torchpmap."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
 def table_of(folder: Path) -> Any:
     return json.loads((folder / "torchpmap.json").read_text())["checkpoint"]
 
@@ -90,15 +84,18 @@ def leaf(body: Any, key: str = "w") -> Any:
     return body["leaves"][key]
 
 
-def record(body: Any, key: str = "w") -> Any:
-    return leaf(body, key)["records"][0]
+def header_of(file: Path) -> Any:
+    data = file.read_bytes()
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
 
 
-def replaced_block(folder: Path, key: str, block: bytes) -> None:
-    """Put other bytes in the place of a block, with their checksum."""
-    body = table_of(folder)
-    (folder / "own.distcp").write_bytes(block)
-    body["files"]["own.distcp"] = len(block)
-    record(body, key).update(file="own.distcp", position=0, length=len(block))
-    record(body, key)["crc"] = zlib.crc32(block)
+def with_header(folder: Path, header: Any, length: int | None = None) -> None:
+    """Give the file another header, with its checksum."""
+    file, body = folder / HOST, table_of(folder)
+    data = file.read_bytes()
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    blocks = data[8 + int.from_bytes(data[:8], "little") :]
+    length = len(text) if length is None else length
+    file.write_bytes(length.to_bytes(8, "little") + text + blocks)
+    body["files"][HOST] = {"bytes": file.stat().st_size, "header": zlib.crc32(text)}
     sign(folder, body)

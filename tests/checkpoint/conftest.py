@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from _values import DCP_TREE, TREE, saved_by_torch
+from _values import TREE
 
 import torchpmap as tp
 from torchpmap.checkpoint import save
@@ -15,9 +15,9 @@ def four_devices(pool: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of ours and one of DCP, which no test changes."""
-    root = tmp_path_factory.mktemp("given")
+def given_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that no test changes."""
+    path = tmp_path_factory.mktemp("given") / "ours"
     with tp.debug.fake_pmap():
-        save(root / "ours", TREE)
-    return {"ours": root / "ours", "dcp": saved_by_torch(root / "dcp", DCP_TREE)}
+        save(path, TREE)
+    return path

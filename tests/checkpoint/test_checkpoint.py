@@ -2,19 +2,19 @@
 
 import collections
 import os
-import pickle
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from _launched import run_program
 from _support import EAGER
-from _values import WHOLE, Runs, mesh, put, rows, same, saved_by_torch, table_of
+from _values import HOST_LEAVES, WHOLE, mesh, put, rows, same, table_of
 
 import torchpmap as tp
 from torchpmap._runtime.task import Rank
-from torchpmap.checkpoint import ShapeDtypeStruct, load, save
+from torchpmap.checkpoint import ShapeDtypeStruct, _blocks, load, save
+from torchpmap.checkpoint._blocks import Files
 from torchpmap.checkpoint._table import Table
 from torchpmap.checkpoint._workers import Restore
 
@@ -24,18 +24,6 @@ Pair = collections.namedtuple("Pair", "left right")
 
 # -- what goes in comes out ------------------------------------------------------------------------
 
-HOST_LEAVES = {
-    "float": torch.tensor([1.5, -2.0]),
-    "bfloat16": torch.arange(3, dtype=torch.bfloat16),
-    "float8": torch.ones(2).to(torch.float8_e4m3fn),
-    "bool": torch.tensor([True, False]),
-    "int": torch.tensor([2**62]),
-    "scalar": torch.tensor(3.0),
-    "empty": torch.zeros(0, 3),
-    "strided": torch.arange(12.0).reshape(3, 4).t()[1:, ::2],
-    "numpy": np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::-1],
-    "numpy_scalar": np.float32(2.5),
-}
 VALUES = [None, True, 7, 2.5, 1 + 2j, "text", b"bytes", 2**100, float("inf")]
 
 
@@ -176,103 +164,67 @@ def test_inline(tmp_path):
 # -- who writes ------------------------------------------------------------------------------------
 
 
-def writers(path: Path, key: str) -> dict[tuple, str]:
-    return {tuple(r["offsets"]): r["file"] for r in table_of(path)["leaves"][key]["records"]}
+def writers(path: Path, key: str) -> list[str]:
+    """The files of the blocks of a value, in the order of its rows."""
+    return [file for file, _ in table_of(path)["leaves"][key]["blocks"]]
 
 
 def test_every_device_writes_its_own_blocks(tmp_path):
     tree = {"rows": rows(WHOLE[:4]), "tiles": put(WHOLE, "x"), "host": torch.ones(1)}
     save(tmp_path / "c", tree)
-    assert writers(tmp_path / "c", "rows") == {(k, 0): f"__{k}_0.distcp" for k in range(4)}
-    assert writers(tmp_path / "c", "host") == {(0,): "__host_0.distcp"}
-    tiles = writers(tmp_path / "c", "tiles")
-    assert tiles[0, 0] in ("__0_0.distcp", "__1_0.distcp")
-    assert tiles[4, 0] in ("__2_0.distcp", "__3_0.distcp")
+    assert writers(tmp_path / "c", "rows") == [f"rank_{k}.safetensors" for k in range(4)]
+    assert writers(tmp_path / "c", "host") == ["host.safetensors"]
+    first, second = writers(tmp_path / "c", "tiles")
+    assert first in ("rank_0.safetensors", "rank_1.safetensors")
+    assert second in ("rank_2.safetensors", "rank_3.safetensors")
 
 
 def test_copies_are_written_once_and_by_turns(tmp_path):
     save(tmp_path / "c", {f"w{k}": tp.replicate(torch.ones(10)) for k in range(8)})
-    files = [file for k in range(8) for file in writers(tmp_path / "c", f"w{k}").values()]
-    assert collections.Counter(files) == {f"__{k}_0.distcp": 2 for k in range(4)}
+    files = [file for k in range(8) for file in writers(tmp_path / "c", f"w{k}")]
+    assert collections.Counter(files) == {f"rank_{k}.safetensors": 2 for k in range(4)}
 
 
 def test_large_values_are_copied_in_portions(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchpmap.checkpoint._values._SNAPSHOT_BYTES", 40)
+    monkeypatch.setattr("torchpmap.checkpoint._save._SNAPSHOT_BYTES", 40)
     tree = {f"w{k}": rows(WHOLE[:4] + k) for k in range(7)}
     save(tmp_path / "c", tree)
     found = load(tmp_path / "c")
     assert all(torch.equal(found[f"w{k}"], WHOLE[:4] + k) for k in range(7))
 
 
-# -- plain torch.distributed.checkpoint ------------------------------------------------------------
+# -- parts of blocks -------------------------------------------------------------------------------
 
-READER = """
-import sys, torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-state = {"params": {"w": torch.zeros(8, 4), "layers": [torch.zeros(2), torch.zeros(3)]}, "step": 0}
-dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True)
-assert torch.equal(state["params"]["w"], torch.arange(32.0).reshape(8, 4))
-assert torch.equal(state["params"]["layers"][1], torch.full((3,), 2.0))
-assert state["step"] == 12
-dcp_to_torch_save(sys.argv[1], sys.argv[2])
-assert "torchpmap" not in sys.modules
-"""
-
-
-@pytest.mark.long
-def test_torch_alone_reads_it(tmp_path):
-    layers = [tp.replicate(torch.ones(2)), torch.full((3,), 2.0)]
-    tree = {"params": {"w": put(WHOLE, "x", "y"), "layers": layers}, "step": 12}
-    tree["values"], tree["mixed"] = ["a", 1], [torch.ones(1), (2, "b")]
-    save(tmp_path / "c", tree)
-    run_program("-c", READER, str(tmp_path / "c"), str(tmp_path / "file.pt"))
-    found = torch.load(tmp_path / "file.pt", weights_only=True)
-    assert torch.equal(found["params"]["w"], WHOLE)
-    assert torch.equal(found["params"]["layers"][0], torch.ones(2))
-    # what torch takes for one value of a list has names there
-    assert found["values"] == {"0": "a", "1": 1}
-    assert found["mixed"] == [torch.ones(1), {"0": 2, "1": "b"}]
-
-
-@pytest.fixture
-def by_torch(tmp_path):
-    state = {"params": {"w": WHOLE, "b": torch.ones(3)}, "step": 4}
-    return saved_by_torch(tmp_path / "c", state)
-
-
-def test_what_torch_alone_saved(by_torch):
-    like = {"params": {"w": put(torch.zeros(8, 4), "x"), "b": torch.zeros(3)}, "step": 0}
-    found = load(by_torch, like)
-    assert found["params"]["w"].sharding == like["params"]["w"].sharding
-    assert torch.equal(found["params"]["w"].to_host(), WHOLE)
-    assert found["step"] == 4
-    flat = load(by_torch)
-    assert torch.equal(flat["params.b"], torch.ones(3))
+PIECES = torch.arange(60_000).reshape(3, 4, 5000)
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("offsets", "sizes", "is_near"),
     [
-        (lambda file: file.unlink(), r"the file __0_0.distcp is missing \(No such file"),
-        (lambda file: os.truncate(file, 10), r"__0_0.distcp ends before byte \d+\. Load"),
+        ((0, 0, 0), (3, 4, 5000), True),
+        ((1, 2, 30), (2, 1, 4800), True),  # from before the damage to behind it
+        ((0, 0, 1), (3, 4, 4999), True),
+        ((2, 1, 4999), (1, 1, 1), True),
+        ((2, 3, 4999), (1, 1, 1), False),
+        ((0, 0, 0), (2, 4, 5000), False),
+        ((3, 0, 0), (0, 4, 5000), False),
     ],
 )
-def test_what_torch_alone_saved_is_damaged(by_torch, damage, message):
-    damage(by_torch / "__0_0.distcp")
-    for like in (None, {"params": {"w": put(WHOLE, "x")}}):
-        with pytest.raises(tp.CheckpointError, match=f"is damaged: {message}"):
-            load(by_torch, like)
-
-
-def test_no_code_of_a_checkpoint_runs(tmp_path):
-    save(tmp_path / "c", {"w": rows(WHOLE[:4])})
-    metadata = tmp_path / "c" / ".metadata"
-    code = pickle.dumps(Runs(tmp_path / "made"))
-    metadata.write_bytes(code.ljust(metadata.stat().st_size, b"."))
-    assert torch.equal(load(tmp_path / "c")["w"], WHOLE[:4])
-    assert torch.equal(load(tmp_path / "c", {"w": rows(WHOLE[4:])})["w"].to_host(), WHOLE[:4])
-    assert os.listdir(tmp_path) == ["c"]
+def test_a_part_of_a_block_is_read_without_the_rest(tmp_path, monkeypatch, offsets, sizes, is_near):
+    """Damage is found where it is read, and only there."""
+    monkeypatch.setattr(_blocks, "PIECE_BYTES", 4096)
+    with tp.debug.fake_pmap():
+        save(tmp_path / "c", {"w": PIECES})
+    index = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
+    file, row = tmp_path / "c" / "host.safetensors", Table.of(tmp_path / "c").rows["w"]
+    with Files(tmp_path / "c") as files:
+        assert torch.equal(row.read(files, (offsets, sizes)), PIECES[index])
+    data = bytearray(file.read_bytes())
+    data[-40_000 * 2 - 1] ^= 1  # the last byte of PIECES[2, 1]
+    file.write_bytes(data)
+    damage = pytest.raises(tp.CheckpointError, match="have changed since they were written")
+    with Files(tmp_path / "c") as files, damage if is_near else nullcontext():
+        assert torch.equal(row.read(files, (offsets, sizes)), PIECES[index])
 
 
 # -- mismatch and misuse ---------------------------------------------------------------------------
@@ -318,7 +270,13 @@ def test_a_shape_that_does_not_divide(tmp_path):
     ("tree", "kind", "message"),
     [
         ({"f": len}, TypeError, r"tree\['f'\] has type builtin_function_or_method, but what can"),
-        ({"s": torch.ones(2).to_sparse()}, TypeError, r"tree\['s'\] has type Tensor, but .* dense"),
+        (
+            {"s": torch.ones(2).to_sparse()},
+            TypeError,
+            r"tree\['s'\] has type Tensor \(float32, torch.sparse_coo\), but .* dense tensors",
+        ),
+        ({"q": torch.empty(2, dtype=torch.uint4)}, TypeError, r"tree\['q'\] .* \(uint4, "),
+        ({"__metadata__": torch.ones(1)}, ValueError, r"'__metadata__', a name that safetensors k"),
         ({"o": np.array(["a"])}, TypeError, r"tree\['o'\] is an array of dtype <U1, which torch"),
         ({(1, 2): 3}, TypeError, r"the dict tree has the key \(1, 2\), but the keys must be"),
         ({"a": {"b": 1}, "a.b": 2}, ValueError, r"tree\['a'\]\['b'\] and tree\['a.b'\] would both"),
@@ -363,8 +321,7 @@ class OnMeta:
 
 def test_a_rank_reads_to_its_device(tmp_path: Path) -> None:
     save(tmp_path / "one", {"x": torch.arange(4.0)})
-    table = Table.of(tmp_path / "one")
-    (key,) = table.rows
-    work = Restore(tmp_path / "one", table.digest, ({key: ((1,), (2,))},))
+    row = Table.of(tmp_path / "one").rows["x"]
+    work = Restore(tmp_path / "one", (row,), ((((1,), (2,)),),))
     _, (block,) = work.run(Rank((0,), "all", OnMeta(), None), None, [])
     assert (block.device.type, block.shape) == ("meta", (2,))

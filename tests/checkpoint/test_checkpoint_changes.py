@@ -1,4 +1,4 @@
-"""Covers: checkpoint/_files.py, checkpoint/_table.py and checkpoint/_pickles.py, given folders with
+"""Covers: checkpoint/_folder.py, checkpoint/_table.py and checkpoint/_blocks.py, given folders with
 any change: they are refused, or what is loaded is what was saved.
 """
 
@@ -9,8 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-from _values import DCP_TREE, TREE, loaded, record, replaced_block, same, sign, table_of
+from _values import HOST, TREE, header_of, loaded, same, sign, table_of, with_header
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +26,7 @@ JSON = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-2, 2**70)
-    | st.sampled_from([1, 2, 3, 6, 7, 1.5, "w", "int", "tensor", "float32", "__host_0.distcp"])
+    | st.sampled_from([1, 2, 3, 6, 7, 1.5, "w", "int", "tensor", "float32", "F32", HOST])
     | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner),
     max_leaves=4,
@@ -66,10 +65,15 @@ def a_copy(folder: Path, root: Path):
 
 
 def outcome(folder: Path) -> Any:
-    """What is loaded, or None where the documented errors are raised; ``latest`` raises nothing."""
+    """What is loaded, or None where the documented errors are raised; ``latest`` raises only for
+    another version.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert latest(folder.parent) in (None, folder)
+        try:
+            assert latest(folder.parent) in (None, folder)
+        except tp.CheckpointError as error:
+            assert "Use a later release" in str(error) or "torchpmap 0.1" in str(error)  # noqa: PT017
     try:
         return loaded(folder)
     except (tp.CheckpointError, FileNotFoundError):
@@ -86,18 +90,19 @@ ANY = settings(
 
 
 @ANY
-@given(file=st.sampled_from(["torchpmap.json", "__host_0.distcp", ".metadata"]), change=BYTES)
-def test_any_change_of_bytes(folders, tmp_path, file, change):
-    with a_copy(folders["ours"], tmp_path) as folder:
+@given(file=st.sampled_from(["torchpmap.json", HOST]), change=BYTES)
+def test_any_change_of_bytes(given_folder, tmp_path, file, change):
+    with a_copy(given_folder, tmp_path) as folder:
         (folder / file).write_bytes(changed((folder / file).read_bytes(), change))
         found = outcome(folder)
         assert found is None or same(found, TREE)
 
 
 @ANY
-@given(data=st.data())
-def test_any_change_of_the_table(folders, tmp_path, data):
-    body = copy.deepcopy(table_of(folders["ours"]))
+@given(data=st.data(), is_table=st.booleans())
+def test_any_change_of_what_is_said(given_folder, tmp_path, data, is_table):
+    """With right checksums, what is whose, and called what, is as table and header say."""
+    body = copy.deepcopy(table_of(given_folder) if is_table else header_of(given_folder / HOST))
     for _ in range(data.draw(st.integers(1, 2))):
         container, key = data.draw(st.sampled_from(spots(body)))
         if data.draw(st.booleans()):
@@ -106,42 +111,6 @@ def test_any_change_of_the_table(folders, tmp_path, data):
             del container[key]
         if not spots(body):
             break
-    with a_copy(folders["ours"], tmp_path) as folder:
-        sign(folder, body)
-        outcome(folder)  # what is whose, and called what, is as the table says
-
-
-@ANY
-@given(key=st.sampled_from(["w", "many.2.0", "array", "step", "many.2.1"]), change=BYTES)
-def test_any_change_of_a_block_with_its_checksum(folders, tmp_path, key, change):
-    whole = (folders["ours"] / "__host_0.distcp").read_bytes()
-    place = record(table_of(folders["ours"]), key)
-    block = whole[place["position"] : place["position"] + place["length"]]
-    with a_copy(folders["ours"], tmp_path) as folder:
-        replaced_block(folder, key, changed(block, change) or b"x")
-        found = outcome(folder)
-        assert found is None or same_kinds(found, TREE)
-
-
-def same_kinds(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_kinds(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same_kinds, a, b))
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape
-    return type(a) is type(b)
-
-
-@ANY
-@given(file=st.sampled_from([".metadata", "__0_0.distcp"]), change=BYTES)
-def test_any_change_of_what_dcp_saved(folders, tmp_path, file, change):
-    """DCP keeps no checksums: another value may come out, but nothing else happens."""
-    with a_copy(folders["dcp"], tmp_path) as folder:
-        (folder / file).write_bytes(changed((folder / file).read_bytes(), change))
+    with a_copy(given_folder, tmp_path) as folder:
+        (sign if is_table else with_header)(folder, body)
         outcome(folder)
-
-
-def test_what_dcp_saved_is_loaded(folders):
-    found = loaded(folders["dcp"])
-    assert same(found, {**DCP_TREE, "c": torch.tensor([1 - 2j])})

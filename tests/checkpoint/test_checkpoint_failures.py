@@ -3,22 +3,27 @@ under torchrun.
 """
 
 import contextlib
+import gc
 import os
 import resource
 import shutil
 import signal
+import warnings
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from _launched import launch, run_program
 from _support import EAGER, worker_pids
 from _values import WHOLE, rows, sign, table_of
 
 import torchpmap as tp
 from torchpmap.checkpoint import latest, load, save
+from torchpmap.checkpoint._save import begin
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 HERE = Path(__file__).parent
@@ -40,6 +45,18 @@ def test_values_may_change_while_they_are_saved(tmp_path):
     found = load(tmp_path / "c")
     assert found["a"].tolist() == found["b"].tolist() == [1.0, 1.0, 1.0]
     assert torch.equal(found["c"], WHOLE[:4])
+
+
+def test_values_are_free_while_they_are_saved(tmp_path):
+    """Else a donated value would stay on the devices until it is on disk."""
+    host, given = torch.ones(3), rows(WHOLE[:4])
+    finish = begin(tmp_path / "c", {"a": host, "c": given})
+    gone = [weakref.ref(host), weakref.ref(given)]
+    del host, given
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    finish()
+    assert torch.equal(load(tmp_path / "c")["c"], WHOLE[:4])
 
 
 def test_readers_wait_for_a_save_in_progress(tmp_path):
@@ -132,7 +149,7 @@ def test_a_worker_is_killed_while_it_writes(tmp_path):
     try:
         saving.wait()
     except tp.CheckpointError as error:  # unless it was done already
-        assert "the worker process that was writing __2_0.distcp has ended" in str(error)  # noqa: PT017
+        assert "the worker that writes rank_2.safetensors has ended" in str(error)  # noqa: PT017
         expected = [0.0] * 4
     else:
         expected = torch.ones(4, 4_000_000).tolist()
@@ -141,6 +158,15 @@ def test_a_worker_is_killed_while_it_writes(tmp_path):
     assert load(tmp_path / "c")["w"].tolist() == expected
     assert os.listdir(tmp_path) == ["c"]
     assert len(worker_pids()) == 4  # after the repair
+
+
+def test_an_error_before_anything_is_written_is_raised_as_it_is(tmp_path, monkeypatch):
+    save(tmp_path / "c", 1)
+    monkeypatch.setattr("multiprocessing.util.get_temp_dir", lambda: tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="No such file or directory"):
+        save(tmp_path / "c", {"w": rows(WHOLE[:4])})
+    assert os.listdir(tmp_path) == ["c"]
+    assert load(tmp_path / "c") == 1
 
 
 # -- never half of one -----------------------------------------------------------------------------
@@ -184,14 +210,13 @@ def remove(name: str):
 
 
 DAMAGES = [
-    (flip("__1_0.distcp", 0.5), r"bytes 0 to \d+ of __1_0.distcp have changed since"),
-    (flip("__host_0.distcp", 0.1), r"bytes 0 to \d+ of __host_0.distcp have changed since"),
-    (cut("__1_0.distcp"), r"the file __1_0.distcp has 10 bytes, but \d+ were written"),
-    (remove("__2_0.distcp"), r"the file __2_0.distcp is missing"),
-    (remove(".metadata"), r"the file .metadata is missing"),
-    (remove("torchpmap.json"), r"the file torchpmap.json is missing"),
-    (cut("torchpmap.json"), r"torchpmap.json is not what was written"),
-    (flip("torchpmap.json", 0.5), r"torchpmap.json (has changed|is not what was written)"),
+    (flip("rank_1.safetensors", 0.99), r"bytes \d+ to \d+ of rank_1.safetensors have changed"),
+    (flip("host.safetensors", 0.99), r"bytes \d+ to \d+ of host.safetensors have changed since"),
+    (flip("host.safetensors", 0.5), r"the header of host.safetensors has changed since it was wri"),
+    (cut("rank_1.safetensors"), r"rank_1.safetensors has 10 bytes, but \d+ were written"),
+    (remove("rank_2.safetensors"), r"the file 'rank_2.safetensors' is missing"),
+    (cut("torchpmap.json"), r"'torchpmap.json' is not what was written"),
+    (flip("torchpmap.json", 0.5), r"'?torchpmap.json'? (has changed|is not what was written)"),
 ]
 
 
@@ -209,12 +234,37 @@ def test_damage(tmp_path, damage, message):
     assert torch.equal(load(tmp_path / "step_1", tree)["w"].to_host(), WHOLE[:4])
 
 
-def test_later_version(tmp_path):
-    save(tmp_path / "c", 1)
-    sign(tmp_path / "c", {**table_of(tmp_path / "c"), "version": 2})
-    later = r"is in version 2 .* up to 1. Use a later release"
-    with pytest.raises(tp.CheckpointError, match=later):
-        load(tmp_path / "c")
+def test_another_version(tmp_path):
+    """It is not damaged, so ``latest`` does not pass over it: training would begin again."""
+    for step in (1, 2):
+        save(tmp_path / f"step_{step}", step)
+    sign(tmp_path / "step_2", {**table_of(tmp_path / "step_2"), "version": 3})
+    for read in (load, lambda path: latest(path.parent)):
+        with pytest.raises(tp.CheckpointError, match=r"is in version 3 .*Use a later release"):
+            read(tmp_path / "step_2")
+
+
+def saved_by_torch(folder, *, is_ours):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    if is_ours:  # as torchpmap 0.1 wrote it
+        sign(folder, {"version": 1, "tree": {"dict": [["w", "w"]]}, "leaves": {}, "files": {}})
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_format_of_before(tmp_path, is_ours):
+    saved_by_torch(tmp_path / "step_1", is_ours=is_ours)
+    message = (
+        "is in the format of torch.distributed.checkpoint, which torchpmap 0.1 was the last "
+        "release to write and read. Convert it once, .* save it with this release"
+    )
+    for read in (load, lambda path: latest(path.parent)):
+        with pytest.raises(tp.CheckpointError, match=message):
+            read(tmp_path / "step_1")
+    if not is_ours:
+        with pytest.raises(FileExistsError, match="exists and is no checkpoint"):
+            save(tmp_path / "step_1", 1)
 
 
 def test_there_is_no_checkpoint(tmp_path):
@@ -241,8 +291,8 @@ def test_latest_goes_by_number(tmp_path):
 def test_latest_passes_over_what_is_damaged(tmp_path):
     for step in (1, 2):
         save(tmp_path / f"step_{step}", {"w": rows(WHOLE[:4])})
-    (tmp_path / "step_2" / "__3_0.distcp").unlink()
-    missing = r"passes over step_2: .* the file __3_0.distcp is missing"
+    (tmp_path / "step_2" / "rank_3.safetensors").unlink()
+    missing = r"passes over step_2: .* the file 'rank_3.safetensors' is missing"
     with pytest.warns(UserWarning, match=missing):
         assert latest(tmp_path) == tmp_path / "step_1"
 

@@ -16,7 +16,6 @@ except in these, which were checked with the same versions:
     _trace/replay          what Inductor's code of a graph calls
     _trace/toolchain       Inductor's choice of a compiler and of a folder
     _trace/trace           what tracing sets in Dynamo, and errors of fake tensors
-    checkpoint/_pickles    classes and functions that files of torch.save name
 
 The test cannot see private attributes of objects.  Besides ``operator._schema``, which many files
 read, these are used elsewhere: attributes of ``CustomOpDef`` (``_trace/custom_ops``,
@@ -39,7 +38,7 @@ from unittest.mock import patch
 
 import torch
 
-# torch loads these itself; functions import the modules that it does not (Dynamo, Inductor, DCP)
+# torch loads these itself; functions import the modules that it does not (Dynamo, Inductor)
 from torch import _decomp, _ops
 from torch._functorch import autograd_function, eager_transforms, pyfunctorch
 from torch._functorch import vmap as functorch_vmap

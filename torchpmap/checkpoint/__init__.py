@@ -6,8 +6,8 @@ every worker, then write the copies; when all are done, the folder gets its name
 controllers each writes the blocks of its device, and rank 0 names the folder.  See
 ``docs/checkpoint.md``.
 
-The first save or load imports ``torch.distributed.checkpoint``: see ``checkpoint/_storage``.  Files
-are read as data, never as code: see ``checkpoint/_table`` and ``checkpoint/_pickles``.
+Files are tensors as raw bytes and one JSON table; nothing in them is code: see
+``checkpoint/_blocks`` and ``checkpoint/_table``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from typing import Any, Literal, overload
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import CheckpointError, warn
-from torchpmap._layout import axis_stack
-from torchpmap.checkpoint._files import Folder
+from torchpmap._runtime.current import refuse_inside
+from torchpmap.checkpoint._folder import Folder, OtherFormat
+from torchpmap.checkpoint._load import load_tree
+from torchpmap.checkpoint._save import begin
 from torchpmap.checkpoint._table import Table
 from torchpmap.checkpoint._tree import ShapeDtypeStruct
 
@@ -36,24 +38,17 @@ PathLike = str | os.PathLike[str]
 class Saving:
     """A checkpoint that is being written; ``save(..., asynchronous=True)`` returns it."""
 
-    def __init__(self, path: Path, write: Callable[[], str | None]) -> None:
+    def __init__(self, path: Path, write: Callable[[], None]) -> None:
         self._path = path
         self._error: Exception | None = None
         self._is_known = False
         # not a daemon: the script waits for it at its end
-        self._thread = threading.Thread(
-            target=self._run, args=(write,), name="torchpmap-checkpoint"
-        )
+        self._thread = threading.Thread(target=self._run, args=[write], name="torchpmap-checkpoint")
         self._thread.start()
 
-    def _run(self, write: Callable[[], str | None]) -> None:
+    def _run(self, write: Callable[[], None]) -> None:
         try:
-            failure = write()
-            if failure is not None:
-                self._error = CheckpointError(
-                    f"the checkpoint {self._path} could not be saved: {failure}. What was there "
-                    "before is still there."
-                )
+            write()
         except Exception as error:
             self._error = error
 
@@ -141,13 +136,11 @@ def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | N
         >>> tp.checkpoint.load(f"{folder}/step_10")
         {'params': {'w': tensor([0., 1., 2., 3.])}, 'step': 10}
 
-    Source: the file format is that of ``torch.distributed.checkpoint``, which can read it.
+    Source: the files of blocks are in the format of ``safetensors``, which can read them.
     """
     global _saving
-    _refuse_inside("save")
+    refuse_inside("checkpoint.save")
     _finish_previous()
-    from torchpmap.checkpoint._save import begin
-
     finish = begin(path, tree)
     if _saving is None:
         atexit.register(_report_at_exit)
@@ -169,7 +162,7 @@ def load(path: PathLike, like: Any = None) -> Any:
     own blocks.  With several controllers (torchrun) all of them call it.
 
     Args:
-        path: the path given to ``save``, or a checkpoint of ``torch.distributed.checkpoint``.
+        path: the path given to ``save``.
         like: pytree of the expected structure, shapes and dtypes; each value is placed like its
             leaf: ShardedTensors on the same devices in the same layout, tensors on their device,
             numpy arrays as such, a ``ShapeDtypeStruct`` by its sharding.  The values of ``like``
@@ -181,7 +174,7 @@ def load(path: PathLike, like: Any = None) -> Any:
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        CheckpointError: it is damaged.
+        CheckpointError: it is damaged, or in the format of another release.
         ValueError: it does not match ``like``; names the leaf.
 
     Example:
@@ -191,10 +184,8 @@ def load(path: PathLike, like: Any = None) -> Any:
         >>> tp.checkpoint.load(folder, like={"w": tp.replicate(torch.zeros(4))})
         {'w': ShardedTensor([0., 1., 2., 3.], replicated on cpu:0 cpu:1 cpu:2 cpu:3)}
     """
-    _refuse_inside("load")
+    refuse_inside("checkpoint.load")
     _wait_for_previous()
-    from torchpmap.checkpoint._load import load_tree
-
     return load_tree(path, like)
 
 
@@ -204,6 +195,9 @@ def latest(directory: PathLike) -> Path | None:
 
     Only complete checkpoints count, in folders whose names end in a number (``step_200``).  Damaged
     checkpoints are skipped with a warning.
+
+    Raises:
+        CheckpointError: that checkpoint is in the format of another release.
 
     Example:
         >>> import tempfile, torch, torchpmap as tp
@@ -228,14 +222,8 @@ def latest(directory: PathLike) -> Path | None:
             return root / name
         except FileNotFoundError:
             continue  # something else
+        except OtherFormat:
+            raise  # rather than begin again with an earlier one
         except CheckpointError as error:
             warn(f"torchpmap.checkpoint.latest passes over {name}: {error}")
     return None
-
-
-def _refuse_inside(name: str) -> None:
-    if axis_stack.bound():
-        raise RuntimeError(
-            f"torchpmap.checkpoint.{name} was called inside a mapped function, where a value is "
-            "that of one row. Call it outside: pass values as arguments, and return them."
-        )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchpmap._base.errors import CheckpointError
@@ -19,60 +18,54 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._runtime.everywhere import run_on
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import host_tensor
-from torchpmap.checkpoint._files import Folder
-from torchpmap.checkpoint._peers import peers, together
-from torchpmap.checkpoint._table import Table, describe
-from torchpmap.checkpoint._tree import Leaf, ShapeDtypeStruct, leaf_kind, leaves_of, rebuild
-from torchpmap.checkpoint._values import extents, whole
+from torchpmap.checkpoint._blocks import Files, Sizes
+from torchpmap.checkpoint._folder import Folder
+from torchpmap.checkpoint._peers import peers
+from torchpmap.checkpoint._save import origins, whole
+from torchpmap.checkpoint._table import Row, Table, describe
+from torchpmap.checkpoint._tree import ARRAYS, Leaf, ShapeDtypeStruct, leaf_kind, leaves_of, rebuild
 from torchpmap.checkpoint._workers import NAME, Restore
-
-Sizes = tuple[int, ...]
 
 
 def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
     """See ``torchpmap.checkpoint.load``."""
     others, what = peers(), f"torchpmap.checkpoint.load({str(path)!r})"
     folder = Folder(path).find()
-    leaves, structure = leaves_of(like, "like")
+    leaves, structure, _ = leaves_of(like, "like")
 
-    def read() -> tuple[Table, list[_Wanted]]:
+    def read() -> tuple[Table, list[Wanted]]:
         table = Table.of(folder)
         if like is None:
             return table, []
-        _check_names(table, {leaf.key: leaf.path for leaf in leaves})
-        return table, [_wanted(leaf, table) for leaf in leaves]
+        _check_names(folder, table.rows, {leaf.key: leaf.path for leaf in leaves})
+        return table, [_wanted(leaf, table.rows[leaf.key], folder) for leaf in leaves]
 
-    table, wants = together(others, what, read)
+    def values() -> Any:
+        if like is not None:
+            return structure.unflatten(_restore(wants, folder))
+        with Files(folder) as files:
+            return rebuild(table.skeleton, lambda key: _on_host(rows[key], files, rows[key].kind))
+
+    table, wants = others.together(read, what)
+    rows = table.rows
     digests = others.exchange(table.digest, what)
     if len(set(digests)) > 1:
         raise CheckpointError(
             f"{what}: the processes see different checkpoints: {digests}, by rank. Give the same "
             "path everywhere, on a file system that all hosts share."
         )
-    if like is not None:
-        return structure.unflatten(together(others, what, lambda: _restore(wants, table)))
-
-    def everything() -> dict[str, Any]:
-        found = table.read(dict.fromkeys(table.rows))
-        return {key: _as_kind(value, table.rows[key].kind) for key, value in found.items()}
-
-    values = together(others, what, everything)
-    return values if table.skeleton is None else rebuild(table.skeleton, values)
+    return others.together(values, what)
 
 
-def _check_names(table: Table, paths: dict[str, str]) -> None:
-    missing = [f"{path} ({key!r})" for key, path in paths.items() if key not in table.rows]
-    unknown = [repr(key) for key in table.rows if key not in paths]
-    if missing or unknown:
-        parts = []
-        if missing:
-            parts.append(f"the checkpoint lacks {_some(missing)}")
-        if unknown:
-            parts.append(f"like has no place for {_some(unknown)} of the checkpoint")
+def _check_names(folder: Path, rows: Mapping[str, Row], paths: dict[str, str]) -> None:
+    missing = [f"{path} ({key!r})" for key, path in paths.items() if key not in rows]
+    unknown = [repr(key) for key in rows if key not in paths]
+    parts = [f"the checkpoint lacks {_some(missing)}"] if missing else []
+    parts += [f"like has no place for {_some(unknown)} of the checkpoint"] if unknown else []
+    if parts:
         raise ValueError(
-            f"torchpmap.checkpoint.load: {table.folder} has another structure: "
-            f"{'; '.join(parts)}. Give a tree of the structure that was saved (load without like= "
-            "shows it)."
+            f"torchpmap.checkpoint.load: {folder} has another structure: {'; '.join(parts)}. Give "
+            "a tree of the structure that was saved (load without like= shows it)."
         )
 
 
@@ -81,122 +74,109 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """A leaf to load, and where to put it."""
-
-    leaf: Leaf
-    layout: Layout | None
-    """None: on the host."""
+Wanted = tuple[Leaf, Row, Layout | None]
+"""A leaf to load, and where to put it; no layout: on the host."""
 
 
-def _wanted(leaf: Leaf, table: Table) -> _Wanted:
+def _wanted(leaf: Leaf, row: Row, folder: Path) -> Wanted:
     """Check a leaf of the tree to fill against what is in the checkpoint.
 
     Raises:
         ValueError: shape, dtype or kind differ.
         TypeError: the leaf is of a kind that is not saved.
     """
-    like = leaf.value
-    if isinstance(like, ShapeDtypeStruct):
-        on_host = like.sharding is None or inline_mode.active()
-        layout = None if on_host else _layout_of(like, leaf.path)
-        expected: tuple[Sizes, torch.dtype] | None = (tuple(like.shape), like.dtype)
-    else:
-        layout = like._alive()[0] if isinstance(like, ShardedTensor) else None
-        expected = _expected(leaf)
+    like, layout = leaf.value, _layout_of(leaf)
+    dtype: torch.dtype | None = None
+    shape: Sizes = ()
     if layout is not None:
         check_devices(layout.devices)
-        expected = whole(layout)[0], layout.dtype
-    _check(leaf, expected, table)
-    return _Wanted(leaf, layout)
+        dtype, shape = layout.dtype, whole(layout)
+    elif isinstance(like, ShapeDtypeStruct):
+        dtype, shape = like.dtype, tuple(like.shape)
+    elif leaf_kind(leaf) in ARRAYS:
+        value = like if isinstance(like, torch.Tensor) else host_tensor(like)
+        dtype, shape = value.dtype, tuple(value.shape)
+    asked = describe(type(like).__name__, dtype, shape)
+    stored = describe(row.kind, row.dtype, row.shape)
+    if asked != stored:
+        raise ValueError(
+            f"torchpmap.checkpoint.load: {leaf.path} is {asked}, but {leaf.key!r} in the "
+            f"checkpoint {folder} is {stored}. Give a tree of the shapes and dtypes that were "
+            "saved (load without like= shows them), and convert what comes back."
+        )
+    return leaf, row, layout
 
 
-def _layout_of(like: ShapeDtypeStruct, path: str) -> Layout:
-    assert like.sharding is not None
+def _layout_of(leaf: Leaf) -> Layout | None:
+    like = leaf.value
+    if isinstance(like, ShardedTensor):
+        return like._alive()[0]
+    if not isinstance(like, ShapeDtypeStruct) or like.sharding is None or inline_mode.active():
+        return None
     try:
         return general_layout(like.shape, like.dtype, like.sharding)
     except ValueError as error:
-        error.add_note(f"in {path}")
+        error.add_note(f"in {leaf.path}")
         raise
 
 
-def _expected(leaf: Leaf) -> tuple[Sizes, torch.dtype] | None:
-    """Shape and dtype of an array; None for a Python value."""
-    kind = leaf_kind(leaf)
-    if kind in ("tensor", "ndarray", "numpy scalar"):
-        value = leaf.value if kind == "tensor" else host_tensor(leaf.value)
-        return tuple(value.shape), value.dtype
-    return None
-
-
-def _check(leaf: Leaf, expected: tuple[Sizes, torch.dtype] | None, table: Table) -> None:
-    shape, dtype = expected or ((), None)
-    asked = describe(type(leaf.value).__name__, dtype, shape)
-    stored = table.describe(leaf.key)
-    if asked != stored and (expected is not None or stored != describe("value", None, ())):
-        raise ValueError(
-            f"torchpmap.checkpoint.load: {leaf.path} is {asked}, but {leaf.key!r} in the "
-            f"checkpoint {table.folder} is {stored}. Give a tree of the shapes and dtypes that "
-            "were saved (load without like= shows them), and convert what comes back."
-        )
-
-
-def _as_kind(value: Any, kind: str) -> Any:
-    """A value on the host as a leaf of a kind."""
-    if kind in ("ndarray", "numpy scalar"):
-        return value.numpy() if kind == "ndarray" else value.numpy()[()]
-    return value
-
-
-def _restore(wants: Sequence[_Wanted], table: Table) -> list[Any]:
+def _restore(wants: Sequence[Wanted], folder: Path) -> list[Any]:
     """Read the leaves; the tree to fill is not changed.
 
     Raises:
         CheckpointError: a block is damaged.
     """
-    values = table.read({want.leaf.key: None for want in wants if want.layout is None})
-    by_team: dict[Sizes, list[_Wanted]] = {}
-    for want in wants:
-        if want.layout is None:
-            values[want.leaf.key] = _on_host(values[want.leaf.key], want.leaf)
-        else:
-            by_team.setdefault(want.layout.ranks, []).append(want)
-    for ranks, group in by_team.items():
-        for want, handle in zip(group, _on_devices(ranks, group, table), strict=True):
-            assert want.layout is not None
-            value = make_sharded(want.layout, handle)
-            values[want.leaf.key] = _as_given(value, want.leaf.value)
-    return [values[want.leaf.key] for want in wants]
+    values: dict[str, Any] = {}
+    by_team: dict[Sizes, list[tuple[Leaf, Row, Layout]]] = {}
+    with Files(folder) as files:
+        for leaf, row, layout in wants:
+            if layout is None:
+                is_struct = isinstance(leaf.value, ShapeDtypeStruct)
+                value = _on_host(row, files, "tensor" if is_struct else leaf_kind(leaf))
+                values[leaf.key] = _as_given(value, leaf.value)
+            else:
+                by_team.setdefault(layout.ranks, []).append((leaf, row, layout))
+        for ranks, group in by_team.items():
+            parts = [(row, origins(layout), layout.block_shape) for _, row, layout in group]
+            handles = _on_devices(ranks, parts, files)
+            for (leaf, _, layout), handle in zip(group, handles, strict=True):
+                values[leaf.key] = _as_given(make_sharded(layout, handle), leaf.value)
+    return [values[leaf.key] for leaf, *_ in wants]
 
 
-def _on_devices(ranks: Sizes, wants: Sequence[_Wanted], table: Table) -> list[Handle]:
-    runtime = current_runtime()
+def _on_devices(
+    ranks: Sizes, parts: Sequence[tuple[Row, dict[int, Sizes], Sizes]], files: Files
+) -> list[Handle]:
+    runtime, here = current_runtime(), process_index()
     team = runtime.team(ranks)
-    places = {want.leaf.key: extents(want.layout) for want in wants if want.layout}
     if not is_launched():
-        parts = ({key: where[rank] for key, where in places.items()} for rank in ranks)
-        return run_on(team, NAME, Restore(table.folder, table.digest, tuple(parts)))[1]
-    handles, here = [], process_index()
-    for key, where in places.items():
-        block = (
-            table.read({key: where[here]})[key] if here in ranks else torch.empty(0, device="cpu")
-        )
+        rows = [row for row, *_ in parts]
+        extents = [[(where[rank], shape) for _, where, shape in parts] for rank in ranks]
+        return run_on(team, NAME, Restore(files.folder, rows, extents))[1]
+    handles = []
+    for row, where, shape in parts:
+        is_here = here in ranks
+        block = row.read(files, (where[here], shape)) if is_here else torch.empty(0, device="cpu")
         handles.append(runtime.put(team, [block] * len(ranks)))
     return handles
 
 
-def _on_host(value: Any, leaf: Leaf) -> Any:
-    like = leaf.value
-    if isinstance(like, np.ndarray | np.generic):
-        return _as_kind(value, leaf_kind(leaf))
-    if isinstance(like, torch.Tensor) and like.device.type != "meta":
-        value = value.to(like.device)
-    return _as_given(value, like)
+def _on_host(row: Row, files: Files, kind: str) -> Any:
+    """A value on the host, as a leaf of a kind; a Python value as it is."""
+    if row.dtype is None:
+        return row.value
+    value = row.read(files)
+    if kind == "tensor":
+        return value
+    return value.numpy() if kind == "ndarray" else value.numpy()[()]
 
 
-def _as_given(value: torch.Tensor, like: Any) -> torch.Tensor:
-    """Make ``value`` a parameter, or require grad, if ``like`` does."""
+def _as_given(value: Any, like: Any) -> Any:
+    """Put a tensor on the device of ``like``, and make it a parameter, or require grad, if that
+    does.
+    """
+    if isinstance(like, torch.Tensor) and type(value) is torch.Tensor:
+        value = value if like.device.type == "meta" else value.to(like.device)
     if isinstance(like, torch.nn.Parameter):
         return torch.nn.Parameter(value, like.requires_grad)
     if isinstance(like, torch.Tensor) and like.requires_grad:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torchpmap._base.config import config
 from torchpmap._base.data import packed, unpacked
@@ -21,81 +21,82 @@ from torchpmap._runtime.current import job_runtime, process_count
 _T = TypeVar("_T")
 
 
-class Peers(Protocol):
+class Peers:
     """This process and the other controllers."""
 
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-
-    @property
-    def size(self) -> int:
-        """The number of controllers."""
+    def __init__(self, runtime: JobRuntime | None) -> None:
+        """``runtime``: of the job; None if there are no others."""
+        self._runtime = runtime
+        self._turn = 0
+        self.rank, self.size = 0, 1
+        if runtime is not None:
+            self._rendezvous = runtime.rendezvous
+            self._store = self._rendezvous.store
+            self.rank, self.size = self._rendezvous.place.rank, self._rendezvous.place.size
 
     def exchange(self, mine: Any, what: str) -> list[Any]:
         """The data of all processes, by rank; must be called in the main script."""
-
-    def settle(self, mine: Any, decide: Callable[[list[Any]], str | None], what: str) -> str | None:
-        """Rank 0 decides from the data of all processes, and all get its answer: what went wrong,
-        or None.  May be called in any thread, but only one call at a time.
-        """
-
-
-class _Alone:
-    rank = 0
-    size = 1
-
-    def exchange(self, mine: Any, what: str) -> list[Any]:
-        return [mine]
-
-    def settle(self, mine: Any, decide: Callable[[list[Any]], str | None], what: str) -> str | None:
-        return decide([mine])
-
-
-class _Beside:
-    """One of several controllers."""
-
-    def __init__(self, runtime: JobRuntime) -> None:
-        self._runtime = runtime
-        self._rendezvous = rendezvous = runtime.rendezvous
-        self._turn = 0
-        self.rank, self.size = rendezvous.place.rank, rendezvous.place.size
-
-    def exchange(self, mine: Any, what: str) -> list[Any]:
+        if self._runtime is None:
+            return [mine]
         given = self._runtime.exchange(range(self.size), packed(mine), what)
         return [unpacked(each) for each in given]
 
-    def settle(self, mine: Any, decide: Callable[[list[Any]], str | None], what: str) -> str | None:
+    def together(self, work: Callable[[], _T], what: str) -> _T:
+        """Do ``work`` in all processes; if it fails in one process, all raise.  Must be called in
+        the main script.
+        """
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        failures = self.exchange(text, what)
+        if error is not None:
+            raise error
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise CheckpointError(f"{what}: rank {rank} failed: {failure}")
+        return result
+
+    def decide(self, mine: Any, work: Callable[[list[Any]], None], what: str) -> None:
+        """Rank 0 does ``work`` with the data of all processes; if it fails, all raise.  May be
+        called in any thread, but only one call at a time.
+        """
+        if self._runtime is None:
+            work([mine])
+            return
         turn = f"checkpoint/{self._turn}"
         self._turn += 1
-        store = self._rendezvous.store
         if self.rank > 0:
-            store.set(f"{turn}/{self.rank}", packed(mine))
+            self._store.set(f"{turn}/{self.rank}", packed(mine))
             self._wait([f"{turn}/answer"], what)
-            answer: str | None = unpacked(store.get(f"{turn}/answer"))
-            return answer
-        answer = "rank 0 failed"
+            failure = unpacked(self._store.get(f"{turn}/answer"))
+            if failure is not None:
+                raise CheckpointError(failure)
+            return
+        failure = "rank 0 was interrupted"
         try:
-            answer = decide(self._collected(turn, mine, what))
+            keys = [f"{turn}/{rank}" for rank in range(1, self.size)]
+            self._wait(keys, what)
+            given = [unpacked(self._store.get(key)) for key in keys]
+            for key in keys:
+                self._store.delete_key(key)
+            work([mine, *given])
+            failure = None
+        except Exception as error:
+            failure = str(error)
+            raise
         finally:
-            store.set(f"{turn}/answer", packed(answer))
-        # all processes are in this turn, so all have read the answer of the last one
-        store.delete_key(f"checkpoint/{self._turn - 2}/answer")
-        return answer
-
-    def _collected(self, turn: str, mine: Any, what: str) -> list[Any]:
-        keys = [f"{turn}/{rank}" for rank in range(1, self.size)]
-        self._wait(keys, what)
-        given = [mine, *(unpacked(self._rendezvous.store.get(key)) for key in keys)]
-        for key in keys:
-            self._rendezvous.store.delete_key(key)
-        return given
+            self._store.set(f"{turn}/answer", packed(failure))
+            # all processes are in this turn, so all have read the answer of the last one
+            self._store.delete_key(f"checkpoint/{self._turn - 2}/answer")
 
     def _wait(self, keys: list[str], what: str) -> None:
         # the main script's way to wait also posts what it waits for, to detect deadlocks
         patience = config.snapshot().patience
         for pause in Deadline(patience).pauses():
-            if self._rendezvous.store.check(keys):
+            if self._store.check(keys):
                 return
             self._rendezvous.raise_cause()
             time.sleep(pause)
@@ -105,31 +106,16 @@ class _Beside:
         )
 
 
-_known: tuple[Any, _Beside] | None = None
+_ALONE = Peers(None)
+_known: tuple[JobRuntime, Peers] | None = None
 
 
 def peers() -> Peers:
     """The controllers of the running job."""
     global _known
     if inline_mode.active() or process_count() == 1:
-        return _Alone()
+        return _ALONE
     runtime = job_runtime()
     if _known is None or _known[0] is not runtime:
-        _known = runtime, _Beside(runtime)
+        _known = runtime, Peers(runtime)
     return _known[1]
-
-
-def together(others: Peers, what: str, work: Callable[[], _T]) -> _T:
-    """Do ``work`` in all processes; if it fails in one process, all raise."""
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    failures = others.exchange(None if error is None else f"{type(error).__name__}: {error}", what)
-    if error is not None:
-        raise error
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise CheckpointError(f"{what}: rank {rank} failed: {failure}")
-    return result

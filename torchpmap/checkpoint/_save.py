@@ -1,95 +1,208 @@
-"""A save: agree on the tree, copy what has to be written, and write it in a thread."""
+"""A save: agree on what each rank writes, copy it, and write it in a thread.
+
+Every process decides this for all ranks.  With several controllers, a process's row-sharded value
+is a part of a larger value: process r of n has rows r*k to (r+1)*k of n*k.  If several devices hold
+a block, the device that has least to write writes it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+import operator
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+import torch
 
-from torchpmap._base.errors import CheckpointError
-from torchpmap._runtime.current import is_launched
+from torchpmap._base.errors import CheckpointError, dtype_name
+from torchpmap._base.fingerprint import digest, shown
+from torchpmap._layout.layout import Layout
+from torchpmap._runtime.base import Handle
+from torchpmap._runtime.current import is_launched, process_count, process_index
+from torchpmap._runtime.current import runtime as current_runtime
+from torchpmap._runtime.everywhere import run_on
 from torchpmap._sharded.device_put import block_until_ready
-from torchpmap.checkpoint._files import Folder
-from torchpmap.checkpoint._peers import Peers, peers, together
-from torchpmap.checkpoint._storage import finish
-from torchpmap.checkpoint._tree import leaves_of, skeleton_of
-from torchpmap.checkpoint._values import (
-    HOST,
-    Saved,
-    copy_here,
-    copy_on_workers,
-    described,
-    planned,
-)
-from torchpmap.checkpoint._workers import WriteAnswer, WriterConnections, attempt
+from torchpmap._sharded.tensor import ShardedTensor
+from torchpmap._sharded.transfer import fetch_blocks, host_tensor
+from torchpmap.checkpoint._blocks import RESERVED, Plan, Sizes, Written
+from torchpmap.checkpoint._folder import Folder
+from torchpmap.checkpoint._peers import Peers, peers
+from torchpmap.checkpoint._table import describe, table_text, value_row
+from torchpmap.checkpoint._tree import VALUES, Leaf, leaf_kind, leaves_of
+from torchpmap.checkpoint._workers import HOST, NAME, Answers, Pipes, Snapshot, attempt, file_of
+
+Plans = dict[int, dict[str, Sizes]]
+"""By writer: what is in its file."""
+_SNAPSHOT_BYTES = 256 * 2**20
+"""A worker copies its blocks in calls of this size, as a GPU briefly holds them twice."""
+
+
+# -- leaves and their blocks -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Draft:
-    """All about a save but the values."""
+class _Saved:
+    """A leaf that is to be saved."""
 
-    folder: Folder
-    plans: dict[int, SavePlan]
-    metadata: Metadata
-    rows: dict[str, dict[str, Any]]
-    """The leaves in the table."""
-    skeleton: Any
+    leaf: Leaf
+    kind: str
+    host: Any = None
+    """The value, if it is on the host."""
+    held: tuple[Layout, Handle] | None = None
+    """Its layout and handle, if it is on the devices."""
+    dtype: torch.dtype | None = None
+    """None for a Python value, which is in the table."""
+    shape: Sizes = ()
+    block_shape: Sizes = ()
+    holders: Mapping[Sizes, Sequence[int]] = field(default_factory=dict)
+    """The ranks that have the block at each offsets."""
 
-    def commit(self, given: Sequence[Sequence[WriteAnswer]]) -> str | None:
-        """Give the folder its name; returns what went wrong, or None."""
-        answers = [answer for each in given for answer in each]
-        try:
-            failures = [failure for _, failure in answers if failure is not None]
-            if failures:
-                raise CheckpointError(failures[0])
-            written = [each for some, _ in answers for each in some or ()]
-            finish(self.folder, self.metadata, self.rows, self.skeleton, written)
-        except Exception as error:
-            self.folder.discard()
-            known = isinstance(error, CheckpointError)
-            return str(error) if known else f"{type(error).__name__}: {error}"
-        return None
+    @property
+    def block_bytes(self) -> int:
+        return prod(self.block_shape) * (self.dtype.itemsize if self.dtype else 0)
+
+    def row(self, plans: Plans) -> dict[str, Any]:
+        """Its row of the table, with the writers in place of the blocks; it does not keep the
+        values in memory.
+        """
+        if self.dtype is None:
+            return value_row(self.host)
+        key, sizes = self.leaf.key, zip(self.shape, self.block_shape, strict=True)
+        writers = sorted((plan[key], writer) for writer, plan in plans.items() if key in plan)
+        return {
+            "kind": self.kind,
+            "dtype": dtype_name(self.dtype),
+            "shape": self.shape,
+            "cuts": [size // part if part else 1 for size, part in sizes],
+            "blocks": [writer for _, writer in writers],
+        }
+
+    def describe(self) -> str:
+        """One line, which must be equal in all processes that save together."""
+        text = describe(self.kind, self.dtype, self.shape)
+        if self.held is not None:
+            return f"{text} in the blocks {self.holders}"
+        return f"{text}: {shown(self.host):.200} (digest {digest(self.host)[:8].hex()})"
 
 
-def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], str | None]:
-    """Copy the values to write; the returned function writes them, and returns what went wrong."""
-    others, what = peers(), f"torchpmap.checkpoint.save({str(path)!r})"
-    draft, leaves = _agreed(others, what, Folder(path), tree)
+def _saved(leaf: Leaf) -> _Saved:
+    """How a leaf is to be saved; fetches nothing from workers."""
+    kind, value = leaf_kind(leaf), leaf.value
+    if type(value) in VALUES:
+        return _Saved(leaf, kind, value)
+    if leaf.key == RESERVED:
+        raise ValueError(
+            f"torchpmap.checkpoint.save: {leaf.path} would be saved as {RESERVED!r}, a name that "
+            "safetensors keeps for itself. Rename the key."
+        )
+    if isinstance(value, ShardedTensor):
+        layout, handle = value._alive()
+        if not _is_own_copy(layout):
+            holders: dict[Sizes, list[int]] = {}
+            for rank, offsets in origins(layout).items():
+                holders.setdefault(offsets, []).append(rank)
+            kinds = layout.dtype, whole(layout), layout.block_shape
+            return _Saved(leaf, kind, None, (layout, handle), *kinds, holders)
+        value = value.to_host()
     try:
-        write = _copied(draft, leaves, others.rank if is_launched() else HOST)
+        tensor = host_tensor(value).resolve_conj().resolve_neg()
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"torchpmap.checkpoint.save: {leaf.path} is an array of dtype {value.dtype}, which "
+            "torch does not have. Save numbers, or a string."
+        ) from error
+    shape = tuple(tensor.shape)
+    return _Saved(leaf, kind, tensor, None, tensor.dtype, shape, shape, {(0,) * len(shape): [HOST]})
+
+
+def _is_own_copy(layout: Layout) -> bool:
+    """Whether each of several controllers has its own copy of a value."""
+    return layout.is_replicated and len(layout.devices) == 1 and process_count() > 1
+
+
+def _dim_of_processes(layout: Layout) -> int | None:
+    """The dim of the value over all controllers of which each has its own rows, if any."""
+    is_here = all(device.process_index == process_index() for device in layout.devices)
+    return layout.dim if process_count() > 1 and is_here and not _is_own_copy(layout) else None
+
+
+def whole(layout: Layout) -> Sizes:
+    """Shape of the value over all controllers."""
+    rows = _dim_of_processes(layout)
+    return tuple(n * process_count() if k == rows else n for k, n in enumerate(layout.shape))
+
+
+def origins(layout: Layout) -> dict[int, Sizes]:
+    """Where the block of each rank begins in the value over all controllers."""
+    rows = _dim_of_processes(layout)
+    if rows is None:
+        where = zip(layout.ranks, layout.slices, strict=True)
+        return {rank: tuple(part.start or 0 for part in parts) for rank, parts in where}
+    return {
+        rank: tuple(rank * n if k == rows else 0 for k, n in enumerate(layout.shape))
+        for rank in range(process_count())
+    }
+
+
+def _plans(leaves: Iterable[_Saved]) -> Plans:
+    """What each rank writes."""
+    num_bytes: Counter[int] = Counter()
+    plans: Plans = {}
+    for saved in leaves:
+        for offsets, holders in saved.holders.items():
+            writer = min(holders, key=num_bytes.__getitem__)
+            writer = 0 if writer == HOST and is_launched() else writer
+            num_bytes[writer] += saved.block_bytes
+            plans.setdefault(writer, {})[saved.leaf.key] = offsets
+    return plans
+
+
+# -- agreeing, and naming the folder ---------------------------------------------------------------
+
+
+def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], None]:
+    """Copy the values to write; the returned function writes them, and has no others."""
+    others, what, folder = peers(), f"torchpmap.checkpoint.save({str(path)!r})", Folder(path)
+    leaves, skeleton = _agreed(others, what, folder, tree)
+    plans = _plans(leaves)
+    rows = {saved.leaf.key: saved.row(plans) for saved in leaves}
+    commit = functools.partial(_commit, folder, rows, skeleton)
+    mine = others.rank if is_launched() else HOST
+    try:
+        write = _copied(folder, leaves, plans, mine)
     except Exception as error:
-        others.settle([(None, f"{type(error).__name__}: {error}")], draft.commit, what)
+        with contextlib.suppress(CheckpointError):  # which the other processes raise
+            others.decide({mine: (None, f"{type(error).__name__}: {error}")}, commit, what)
         raise
-    return lambda: others.settle(write(), draft.commit, what)
+    return lambda: others.decide(write(), commit, what)
 
 
-def _agreed(others: Peers, what: str, folder: Folder, tree: Any) -> tuple[_Draft, dict[str, Saved]]:
-    """What to save; raises in every process unless all processes save the same tree."""
+def _agreed(others: Peers, what: str, folder: Folder, tree: Any) -> tuple[list[_Saved], Any]:
+    """Leaves and skeleton; raises in every process unless all processes save the same tree."""
 
-    def draft() -> tuple[_Draft, dict[str, Saved]]:
-        found, structure = leaves_of(tree, "tree")
-        leaves = {leaf.key: described(leaf) for leaf in found}
+    def described() -> tuple[list[_Saved], Any]:
+        found, _, skeleton = leaves_of(tree, "tree")
+        leaves = [_saved(leaf) for leaf in found]
         block_until_ready(tree)
         if others.rank == 0:
             folder.prepare()
-        plans, metadata = planned(tuple(leaves.values()), 0 if is_launched() else HOST)
-        rows = {key: saved.row() for key, saved in leaves.items()}
-        return _Draft(folder, plans, metadata, rows, skeleton_of(structure)), leaves
+        return leaves, skeleton
 
     try:
-        drafted, leaves = together(others, what, draft)
+        leaves, skeleton = others.together(described, what)
         if others.size > 1:
-            lines = {saved.leaf.path: saved.describe() for saved in leaves.values()}
-            _compare(others.exchange(lines, what), what)
+            _compare(others.exchange({x.leaf.path: x.describe() for x in leaves}, what), what)
     except Exception:
         if others.rank == 0:
             folder.discard()
         raise
-    return drafted, leaves
+    return leaves, skeleton
 
 
 def _compare(given: Sequence[dict[str, str]], what: str) -> None:
@@ -105,25 +218,90 @@ def _compare(given: Sequence[dict[str, str]], what: str) -> None:
                 )
 
 
-def _copied(draft: _Draft, leaves: dict[str, Saved], mine: int) -> Callable[[], list[WriteAnswer]]:
-    """Copy the values to write; the returned function writes them."""
-    growing = draft.folder.growing
-    here = draft.plans.get(mine)
-    elsewhere = {rank: plan for rank, plan in draft.plans.items() if rank != HOST}
-    line: WriterConnections | None = None
-    if mine == HOST and elsewhere:
-        line = WriterConnections(growing, len(elsewhere))
-        try:
-            copy_on_workers(elsewhere, leaves, line)
-            line.accept()
-        except BaseException:
-            line.close()
-            raise
-    copies = {} if here is None else copy_here(here, leaves)
+def _commit(
+    folder: Folder, rows: dict[str, dict[str, Any]], skeleton: Any, given: Sequence[Answers]
+) -> None:
+    """Write the table, and give the folder its name.
 
-    def write() -> list[WriteAnswer]:
-        writer = "host" if mine == HOST else mine
-        answers = [] if here is None else [attempt(growing, writer, here, copies)]
-        return answers if line is None else answers + line.answers()
+    Raises:
+        CheckpointError: a file could not be written.
+    """
+    files: dict[int, Written] = {}
+    try:
+        for writer, (file, failure) in itertools.chain(*(answers.items() for answers in given)):
+            if file is None:
+                raise CheckpointError(failure)
+            files[writer] = file
+        for key, row in rows.items():
+            if "blocks" in row:
+                row["blocks"] = [(file_of(k), files[k]["blocks"][key]) for k in row["blocks"]]
+        about = {
+            file_of(writer): {"bytes": file["bytes"], "header": file["header"]}
+            for writer, file in files.items()
+        }
+        folder.commit(table_text(rows, skeleton, about), about)
+    except Exception as error:
+        folder.discard()
+        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        raise CheckpointError(
+            f"the checkpoint {folder.path} could not be saved: {kind}{error}. What was there "
+            "before is still there."
+        ) from None
+
+
+# -- copying ---------------------------------------------------------------------------------------
+
+
+def _copied(
+    folder: Folder, leaves: Sequence[_Saved], plans: Plans, mine: int
+) -> Callable[[], Answers]:
+    """Copy the values to write; the returned function writes them."""
+    elsewhere = {} if is_launched() else {rank: plans[rank] for rank in plans if rank != HOST}
+    plan = plans.get(mine, {})
+    pipes = Pipes(elsewhere)
+    try:
+        if elsewhere:
+            _copy_on_workers(folder, leaves, elsewhere, pipes.path)
+        copies = {saved.leaf.key: _block_here(saved) for saved in leaves if saved.leaf.key in plan}
+    except BaseException:
+        pipes.close()
+        raise
+
+    def write() -> Answers:
+        return (attempt(folder.growing, mine, plan, copies) if plan else {}) | pipes.answers()
 
     return write
+
+
+def _block_here(saved: _Saved) -> torch.Tensor:
+    """A copy of the block that this process has."""
+    if saved.held is None:
+        copy: torch.Tensor = saved.host.clone(memory_format=torch.contiguous_format)
+        return copy
+    layout, handle = saved.held
+    # each of several controllers has one device, whose id is the process index
+    return fetch_blocks(layout, handle, [layout.ranks.index(process_index())])[0]
+
+
+def _copy_on_workers(
+    folder: Folder, leaves: Iterable[_Saved], plans: Mapping[int, Plan], pipes: str
+) -> None:
+    """Have worker processes copy their blocks and begin to write them."""
+    by_team: dict[Sizes, list[_Saved]] = {}
+    for saved in leaves:
+        if saved.held is not None:
+            by_team.setdefault(saved.held[0].ranks, []).append(saved)
+    for ranks, group in by_team.items():
+        totals = itertools.accumulate(saved.block_bytes for saved in group)
+        numbered = zip((total // _SNAPSHOT_BYTES for total in totals), group, strict=True)
+        for _, part in itertools.groupby(numbered, operator.itemgetter(0)):
+            some = [saved for _, saved in part]
+            keys = [saved.leaf.key for saved in some]
+            todo = [
+                [(k, key) for k, key in enumerate(keys) if key in plans.get(rank, ())]
+                for rank in ranks
+            ]
+            handles = [saved.held[1] for saved in some if saved.held]
+            run_on(current_runtime().team(ranks), NAME, Snapshot(pipes, todo), handles)
+    last = Snapshot(pipes, [[]] * len(plans), folder.growing, list(plans.items()))
+    run_on(current_runtime().team(tuple(plans)), NAME, last)
