@@ -20,7 +20,43 @@ from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import make_sharded
 
 
-class Lowered:
+class LoweredPlan:
+    """What is known of a call when it is traced, and not yet compiled."""
+
+    def __init__(self, plan: Plan, notes: Sequence[str]) -> None:
+        """``notes``: what a call does besides its graph, each a line of ``as_text``."""
+        self._plan = plan
+        self._notes = notes
+
+    @property
+    def graph(self) -> torch.fx.GraphModule:
+        """The graph that every device runs: [axis index,] captured tensors, arguments."""
+        return self._plan.definition.graph
+
+    def as_text(self) -> str:
+        """The graph as text, one operation a line, and then what else a call does."""
+        notes = (f"# {note}" for note in self._notes)
+        return "\n".join([str(self.graph.graph).strip(), *notes])
+
+    def cost(self, machine: Machine | None = None) -> Cost:
+        """Count, from shapes alone, what a call costs one device.
+
+        Args:
+            machine: the one of ``Cost.seconds``; by default this one, if it is calibrated.
+        """
+        return cost_of(self._plan, machine)
+
+    def certificate(self) -> Certificate:
+        """List the collectives of a call, and say whether all devices will agree about them: what
+        the graph proves, and what only holds at run time.
+        """
+        return certificate_of(self._plan)
+
+    def __repr__(self) -> str:
+        return f"<lowered {self._plan.prefix}>"
+
+
+class Lowered(LoweredPlan):
     """A mapped function for arguments of certain shapes, traced and not yet compiled.
 
     Attributes:
@@ -49,45 +85,18 @@ class Lowered:
         paths: Sequence[str],
         layouts: Sequence[Layout],
     ) -> None:
-        self._plan = plan
+        super().__init__(plan, [f"compared in each call: {claim}" for claim in plan.checked])
         self._structure = structure
         self._positions = tuple(positions)
         self.in_layouts = dict(zip(paths, layouts, strict=True))
         self.out_layouts = plan.outputs[: len(plan.outputs) - plan.num_checks]
         self.compared = plan.checked
 
-    @property
-    def graph(self) -> torch.fx.GraphModule:
-        """The graph that every device runs: [axis index,] captured tensors, arguments."""
-        return self._plan.definition.graph
-
-    def as_text(self) -> str:
-        """The graph as text, one operation a line, and then what else a call does."""
-        notes = [f"# compared in each call: {claim}" for claim in self.compared]
-        return "\n".join([str(self.graph.graph).strip(), *notes])
-
-    def cost(self, machine: Machine | None = None) -> Cost:
-        """Count, from shapes alone, what a call costs one device.
-
-        Args:
-            machine: the one of ``Cost.seconds``; by default this one, if it is calibrated.
-        """
-        return cost_of(self._plan, machine)
-
-    def certificate(self) -> Certificate:
-        """List the collectives of a call, and say whether all devices will agree about them: what
-        the graph proves, and what only holds at run time.
-        """
-        return certificate_of(self._plan)
-
     @boundary
     def compile(self) -> Compiled:
         """Compile on the devices now; errors of the compiler are raised here."""
         self._plan.define()
         return Compiled(self)
-
-    def __repr__(self) -> str:
-        return f"<lowered {self._plan.prefix}>"
 
 
 class Compiled:

@@ -17,11 +17,9 @@ from torchpmap._base.devices import Device
 from torchpmap._base.pytree import flatten, flatten_call
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
-from torchpmap._plan.certificate import Certificate, certificate_of
-from torchpmap._plan.cost import Cost, cost_of
 from torchpmap._plan.lower import Target
 from torchpmap._plan.plan import Captured, Drawn, Plan
-from torchpmap._plan.roofline import Machine
+from torchpmap._plan.stages import LoweredPlan
 from torchpmap._plan.whole_plan import grid_of, plans_of
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import devices as all_devices
@@ -349,7 +347,7 @@ class Program:
         return make_all(outputs[:num], handles[:num]), handles[end:]
 
 
-class LoweredProgram:
+class LoweredProgram(LoweredPlan):
     """A function of ``jit`` for certain arguments, traced and not yet compiled.
 
     Attributes:
@@ -374,35 +372,8 @@ class LoweredProgram:
     """
 
     def __init__(self, program: Program) -> None:
-        self._plan = program.plan
+        super().__init__(program.plan, [f"resharded: {each}" for each in program.resharded])
         self.resharded = program.resharded
-
-    @property
-    def graph(self) -> torch.fx.GraphModule:
-        """The graph that every device runs: [its index,] captured tensors, arguments."""
-        return self._plan.definition.graph
-
-    def as_text(self) -> str:
-        """The graph as text, one operation a line, and then what is resharded."""
-        notes = [f"# resharded: {each}" for each in self.resharded]
-        return "\n".join([str(self.graph.graph).strip(), *notes])
-
-    def cost(self, machine: Machine | None = None) -> Cost:
-        """Count, from shapes alone, what a call costs one device.
-
-        Args:
-            machine: the one of ``Cost.seconds``; by default this one, if it is calibrated.
-        """
-        return cost_of(self._plan, machine)
-
-    def certificate(self) -> Certificate:
-        """List the collectives of a call, and say whether all devices will agree about them: what
-        the graph proves, and what only holds at run time.
-        """
-        return certificate_of(self._plan)
-
-    def __repr__(self) -> str:
-        return f"<lowered {self._plan.prefix}>"
 
 
 def _like(made: torch.Tensor, source: torch.Tensor | None) -> Layout | None:
