@@ -328,8 +328,8 @@ class Landing(Staging):
 
     def region_of(self, tensor: torch.Tensor) -> Region | None:
         """The region in which the elements of a tensor lie, if workers can write to it."""
-        lent = _lent.get(tensor.untyped_storage().data_ptr())
-        return lent.region if lent is not None and lent.landing is self else None
+        lent = self._lent(tensor)
+        return None if lent is None else lent.region
 
     def close(self) -> None:
         """No more is lent.  The file is closed when nothing lies in it (see ``_before_fork``)."""
@@ -339,9 +339,13 @@ class Landing(Staging):
 
     def filled(self, tensor: torch.Tensor) -> None:
         """No worker writes to this tensor any more."""
-        lent = _lent.get(tensor.untyped_storage().data_ptr())
+        lent = self._lent(tensor)
         if lent is not None:
             lent.is_filled = True
+
+    def _lent(self, tensor: torch.Tensor) -> _Lent | None:
+        lent = _lent.get(tensor.untyped_storage().data_ptr())
+        return lent if lent is not None and lent.landing is self else None
 
     def _is_lost(self, region: Region) -> bool:
         return region.state == TAKEN and region.address not in _lent
