@@ -66,8 +66,9 @@ class Cost:
     moved_bytes: int = 0
     """That the device reads and writes in its memory, estimated for what is fused."""
     seconds: float | None = None
-    """That the call takes, within a factor of two or so, if the devices of this machine are
-    calibrated (``debug.calibrate``); a ``while_loop`` counts as one step.  Else None.
+    """That the call takes once it is compiled, within a factor of two or so on a machine that does
+    nothing else; a ``while_loop`` counts as one step.  None unless the devices of this machine were
+    calibrated (``debug.calibrate``), or ``cost`` was given a ``Machine``.
     """
 
     @property

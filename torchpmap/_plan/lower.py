@@ -270,6 +270,11 @@ def _tracing(target: Target) -> Iterator[None]:
         with contextlib.suppress(Exception):  # the class may refuse notes
             where = ": ".join(filter(None, (target.what, target.arguments)))
             error.add_note(f"while tracing {where}")
+            if type(error).__name__ == "UncapturedHigherOrderOpError":  # torch.cond and relatives
+                error.add_note(
+                    "torch cannot capture a collective of torchpmap in a branch or body: use "
+                    "torchpmap.cond, while_loop or scan if there is one."
+                )
         raise
 
 

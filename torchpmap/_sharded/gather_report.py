@@ -91,7 +91,10 @@ def note_gather(func: Any, num_bytes: int) -> None:
 def tell_of_gather(text: str) -> None:
     """Warn, or raise ``RuntimeError``, if ``tp.config.gathers`` says so."""
     if config.gathers == "raise":
-        raise RuntimeError(f"{text}; tp.config.gathers is 'raise'.")
+        raise RuntimeError(
+            f"{text}; tp.config.gathers is 'raise'. Change the layout beforehand "
+            "(torchpmap.device_put), or set it to 'allow' if this is meant."
+        )
     if config.gathers == "warn":
         warn(f"{text}.")
 
