@@ -46,7 +46,7 @@ def sums(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Sums over the devices, small ones and large ones: collectives."""
     total = tp.psum(w, "i")
     for _ in range(50):
-        x = tp.psum(x[0], "i") + x
+        x = 0.5 * tp.psum(x, "i")
     return total * x.sum()
 
 

@@ -36,6 +36,19 @@ def only_the_model(on):
     return [*losses, *model.state_dict().values()]
 
 
+@cases.add()
+def a_gradient_that_torch_leaves_out(on):
+    """The number of elements that are not zero does not depend on them."""
+    x = on.put(data(0)).requires_grad_()
+
+    def step():
+        count = torch.linalg.vector_norm(x, 0)
+        count.backward()
+        return count.detach()
+
+    return [on.jit(step)(), torch.tensor(x.grad is None)]
+
+
 @cases.add(num_traces=1)
 def one_result_of_several(on):
     model = on.model(nn.Linear(8, 4), nn.BatchNorm1d(4))

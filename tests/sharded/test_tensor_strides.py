@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from _sharded_values import HERE, each, nothing_gathers, numbers, on_devices
+from _sharded_values import HERE, each, nothing_gathers, numbers, on_devices, on_mesh
 
 import torchpmap as tp
 
@@ -216,3 +216,15 @@ def test_channels_stay_last(name):
     for y in (mine, right):
         y.flatten(1).clamp_(min=0)
     torch.testing.assert_close(mine.cpu(), right)
+
+
+@each("f", "x", "torch.det(x); torch.logdet(x); torch.linalg.slogdet(x)[1]")
+@each("part", "x", "x[..., :4]; x[..., ::2]; x[..., 4:].mT")
+@pytest.mark.parametrize("spec", ["i", (None, "i"), ()], ids=str)
+def test_determinant_of_a_part(f, part, spec):
+    """torch factorizes a contiguous matrix transposed, and asks the matrix in the backward pass."""
+    whole = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mine, right = on_mesh(whole, spec, (2,)).requires_grad_(), whole.clone().requires_grad_()
+    for x in (mine, right):
+        f(part(x)).nan_to_num().sum().backward()
+    torch.testing.assert_close(mine.grad.cpu(), right.grad, equal_nan=True)

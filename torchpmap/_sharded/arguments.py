@@ -161,6 +161,8 @@ class Facts(NamedTuple):
     """Whether it is defined by other operations."""
     keeps_order: bool
     """Whether the dims of its results have the same order in memory as its operands'."""
+    asks_order: bool
+    """Whether torch's derivative of it depends on whether its first operand is contiguous."""
 
 
 @cache
@@ -178,7 +180,15 @@ def facts_of(func: Any) -> Facts:
         tuple((names.index(name), name) for name in written if name in names),
         is_composite(func),
         is_elementwise or schema.name.removeprefix("aten::") in _ORDERED,
+        schema.name in ("aten::_linalg_det", "aten::_linalg_slogdet"),
     )
+
+
+def is_by_columns(func: Any, operands: Sequence[Any]) -> bool:
+    """Whether the devices must take the first operand by columns: torch factorizes a contiguous
+    matrix transposed, and asks in the backward pass whether it was contiguous.
+    """
+    return facts_of(func).asks_order and not operands[0].is_contiguous()
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

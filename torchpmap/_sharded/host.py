@@ -17,7 +17,8 @@ from torchpmap._base.pytree import tree_flatten, tree_map, tree_unflatten
 from torchpmap._base.torch_internals import LEVEL, forward_state, lazy_bits, untraced
 from torchpmap._layout.common_grid import common_grid
 from torchpmap._layout.layout import Layout, spread_layout
-from torchpmap._sharded.arguments import occurrences
+from torchpmap._sharded.arguments import is_by_columns, occurrences
+from torchpmap._sharded.blocks import in_columns
 from torchpmap._sharded.draws import (
     FROM_VALUES,
     draw,
@@ -78,6 +79,8 @@ def _run(
         copies = host_copies(operands)
     else:
         copies = [_copy(operand) for operand in operands]
+        if is_by_columns(func, operands):
+            copies[0] = in_columns(copies[0])
     gathered = {id(x): copy for x, copy in zip(operands, copies, strict=True)}
     host_args, host_kwargs = tree_map(lambda value: gathered.get(id(value), value), (args, kwargs))
     result = on_host(func)(*host_args, **host_kwargs)

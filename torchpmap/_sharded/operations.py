@@ -27,7 +27,7 @@ from torchpmap._base.torch_internals import autograd_node, in_backward, next_nod
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.defining import define
-from torchpmap._sharded.arguments import Unsupported, facts_of
+from torchpmap._sharded.arguments import Unsupported, facts_of, is_by_columns
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.graphs import Blueprint, blueprint
 from torchpmap._sharded.transfer import (
@@ -185,6 +185,7 @@ def operation_for(
     try:
         parts = tuple(map(scan.argument, facts.names, args))
         named = tuple([scan.argument(*item) for item in kwargs.items()])
+        parts += (is_by_columns(func, scan.operands),) if facts.asks_order else ()
     except Unsupported:
         return None
     known = _known_of(_team_of(kind, scan.operands))

@@ -32,6 +32,7 @@ from torchpmap._sharded.blocks import (
     added_once,
     combined,
     exchanged,
+    in_columns,
     joined,
     own_block,
     place_along,
@@ -176,6 +177,8 @@ class Emitter:
         """What an operation takes for an operand that a device has."""
         if not isinstance(operation.trial.values[position], torch.Tensor):
             return block
+        if position == 0 and operation.trial.by_columns:
+            block = self.call(in_columns, block)
         if position in operation.placement.once and operation.added_along:
             block = self.call(added_once, block, self.place_along(operation.added_along))
         if position in operation.trial.written:  # the stored value may be used again

@@ -22,8 +22,8 @@ from torch.fx import GraphModule, Node
 from torchpmap._base.pytree import tree_flatten
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._layout.grid import Cut, block_shape, padded, trimmed
-from torchpmap._sharded.arguments import Slot, Unsupported, facts_of, plain
-from torchpmap._sharded.blocks import added_and_cut, added_up, in_columns
+from torchpmap._sharded.arguments import Slot, Unsupported, facts_of, is_by_columns, plain
+from torchpmap._sharded.blocks import added_and_cut, added_up
 from torchpmap._sharded.choice import chosen
 from torchpmap._sharded.joined import (
     VIEWS,
@@ -49,9 +49,6 @@ _aten = torch.ops.aten
 
 BUCKET_BYTES = 25 * 2**20
 """Sums that are so large together wait no longer: whole gradients would fill the memory."""
-
-_OF_MEMORY = frozenset(["_linalg_det", "_linalg_slogdet"])
-"""What torch does in the backward pass depends on whether their matrix was contiguous."""
 
 
 class NotOnBlocks(Exception):  # a verdict: the front end decides what it means
@@ -288,7 +285,8 @@ class Spread:
         if not is_fine:
             self._bring_back(joined)
             return self._operation(node, node.target)
-        trial = _trial_of(node, values)
+        by_columns = is_by_columns(func, [source.meta["val"] for source in sources])
+        trial = _trial_of(node, values, by_columns)
         call, placement = self._chosen(func, arguments, values, trial)
         stay = all(v.cut == placement.operands[k] for k, v in enumerate(values) if v.joined)
         if not stay or (rows and placement.results[0][rows.dim :][:1] != (rows.over,)):
@@ -306,8 +304,6 @@ class Spread:
         blocks = [
             self._brought(node, source, placement.operands[k]) for k, source in enumerate(sources)
         ]
-        if name_of(func) in _OF_MEMORY and not sources[0].meta["val"].is_contiguous():
-            blocks[0] = self.emitter.call(in_columns, blocks[0])
         made = self.emitter.parts(operation, blocks)
         is_weight = bool(values) and values[0].is_weight and (func.is_view or func in _COPIES)
         results = self._values_of(
@@ -431,13 +427,14 @@ def _with(cut: Cut, dim: int, over: tuple[int, ...]) -> Cut:
     return trimmed(entries)
 
 
-def _trial_of(node: Node, values: Sequence[Value]) -> Trial:
+def _trial_of(node: Node, values: Sequence[Value], by_columns: bool) -> Trial:
     """What is known of a node's call: it was traced."""
     leaves, spec = tree_flatten(node.meta["val"])
     results = tuple(meta(x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor))
     numbers = itertools.count()
     places = tuple(next(numbers) if isinstance(x, torch.Tensor) else None for x in leaves)
-    return Trial([meta(v.shape, v.dtype) for v in values], (), places, spec, results, True)
+    given = [meta(v.shape, v.dtype) for v in values]
+    return Trial(given, (), places, spec, results, True, by_columns)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

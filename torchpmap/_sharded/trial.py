@@ -15,7 +15,14 @@ import torch
 
 from torchpmap._base.pytree import TreeSpec, tree_flatten
 from torchpmap._base.torch_internals import outside_modes
-from torchpmap._sharded.arguments import Unsupported, call, filled, positional, written_slots
+from torchpmap._sharded.arguments import (
+    Unsupported,
+    call,
+    filled,
+    is_by_columns,
+    positional,
+    written_slots,
+)
 from torchpmap._sharded.layers import INSTEAD, run_on_blocks
 from torchpmap._sharded.rules.compute import elementwise
 from torchpmap._sharded.rules.table import rule_of
@@ -35,6 +42,8 @@ class Trial:
     """The new tensors, or what was written if there are none."""
 
     makes_new: bool
+    by_columns: bool
+    """See ``is_by_columns``."""
 
 
 def tried(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> Trial:
@@ -63,7 +72,15 @@ def tried(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> Tria
     places |= {id(leaf): len(written) + k for k, leaf in enumerate(results)}
     numbers_of = tuple(None if leaf is None else places[id(leaf)] for leaf in leaves)
     written_ones = tuple(values[k] for k in written)
-    return Trial(values, written, numbers_of, spec, results or written_ones, bool(results))
+    return Trial(
+        values,
+        written,
+        numbers_of,
+        spec,
+        results or written_ones,
+        bool(results),
+        is_by_columns(func, operands),
+    )
 
 
 def on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any:

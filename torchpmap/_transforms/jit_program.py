@@ -426,7 +426,9 @@ def _wish_for_gradient(real: torch.Tensor, stand_in: torch.Tensor) -> None:
     if type(real) is ShardedTensor:
         layout, _ = real._alive()
         if not layout.is_replicated:
-            stand_in.register_hook(lambda grad: constrained(grad, layout.sharding))
+            stand_in.register_hook(
+                lambda grad: None if grad is None else constrained(grad, layout.sharding)
+            )
 
 
 def _devices_of(tensors: Sequence[torch.Tensor]) -> tuple[Device, ...]:
