@@ -146,8 +146,8 @@ def branch_around_psum():
     "the same with `torch.cond`",
     "tracing the call",
     "UncapturedHigherOrderOpError: ...",
-    "torch cannot capture a collective of torchpmap in a branch or body: use torchpmap.cond, "
-    "while_loop or scan if there is one.",
+    "torch's cond, while_loop and scan cannot hold a collective of torchpmap; torchpmap.cond, "
+    "while_loop and scan can.",
 )
 def torchs_branch_around_psum():
     def f(x):

@@ -272,8 +272,8 @@ def _tracing(target: Target) -> Iterator[None]:
             error.add_note(f"while tracing {where}")
             if type(error).__name__ == "UncapturedHigherOrderOpError":  # torch.cond and relatives
                 error.add_note(
-                    "torch cannot capture a collective of torchpmap in a branch or body: use "
-                    "torchpmap.cond, while_loop or scan if there is one."
+                    "torch's cond, while_loop and scan cannot hold a collective of torchpmap; "
+                    "torchpmap.cond, while_loop and scan can."
                 )
         raise
 
