@@ -146,6 +146,15 @@ def test_infinity_and_an_input_that_is_written():
     assert mapped(torch.tensor([1.0, -1.0])).isnan().all()  # not sought
 
 
+def test_an_operation_that_only_writes():
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=NAN, foreach=True)
+    lines = finding(optimizer.step)
+    assert lines[0].startswith("aten._foreach_add_.List gave NaN in 2 of 2 numbers of float32[2]")
+    assert lines[2] == "  input 0: float32[2], from 1 to 1"  # as it was before
+
+
 def test_the_setting():
     bad = torch.tensor([1.0, -4.0])
     assert mapped(bad).isnan().all()
@@ -184,7 +193,7 @@ def test_a_nan_that_the_second_run_does_not_make():
     tp.config.debug_nans = True
     (line,) = found(tp.pmap(f, compile=False), torch.tensor([1.0, -1.0]))
     assert line.startswith("the result of f['y'] holds NaN in 1 of 2 numbers of float32[2]; the")
-    assert "in one process, uncompiled, gave none" in line
+    assert "in one process, uncompiled, makes none" in line
 
 
 def test_a_training_step_stops_before_it_writes():

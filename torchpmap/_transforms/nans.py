@@ -88,8 +88,9 @@ class _Look(TorchDispatchMode):
         if torch.is_grad_enabled() and autograd_node() is None:  # the node is made just before
             self._lines.setdefault(next_node_number() - 1, _place())
         inputs = _tensors((args, kwargs))
-        written = {id(innermost(x)) for x in written_values(func, args, kwargs)}
-        inputs = [x.clone() if id(x) in written else x for x in inputs]
+        written = _tensors(written_values(func, args, kwargs))
+        targets = set(map(id, written))
+        inputs = [x.clone() if id(x) in targets else x for x in inputs]
         sought = self._search.sought
         is_collective = func.namespace in NAMESPACES
         if is_collective and any(_holds(x, sought) for x in inputs):
@@ -98,7 +99,7 @@ class _Look(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if name in _UNSET or gives_views(func):
             return result
-        bad = [x for x in _tensors(result) if _holds(x, sought)]
+        bad = [x for x in (*_tensors(result), *written) if _holds(x, sought)]
         if bad:
             is_from_row = is_collective and self._search.inherited is not None
             if not is_from_row and not any(_holds(x, sought) for x in inputs):
@@ -266,7 +267,7 @@ def checked(
         return result
     after = torch.default_generator.get_state()
     torch.default_generator.set_state(state)  # the second run draws the numbers of the first
-    because = "the same call in one process, uncompiled, gave none (torchpmap.debug.find_nan)"
+    because = "the same call in one process, uncompiled, makes none (torchpmap.debug.find_nan)."
     try:
         find(fun, kept_args, kept_kwargs, sought)
     except FloatingPointError:
@@ -285,6 +286,8 @@ def _kept(x: torch.Tensor) -> torch.Tensor:
 
 def stepped(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that may write: only once, so every operation is looked at as it runs."""
+    if _search.get() is not None:
+        return fun(*args, **kwargs)
     search = _Search(config.sought)
     given = _bad_arguments(fun, args, kwargs, search.sought)
     result = _searched(search, fun, args, kwargs)
@@ -292,7 +295,7 @@ def stepped(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if bad and (given or search.inherited is not None):
         raise _from_outside(search, given)
     if bad:
-        raise _in_result(bad, search.sought, "no operation that was looked at made it")
+        raise _in_result(bad, search.sought, "no operation that was looked at made it.")
     return result
 
 
@@ -300,4 +303,4 @@ def _in_result(
     bad: list[tuple[str, torch.Tensor]], sought: tuple[str, ...], because: str
 ) -> FloatingPointError:
     path, x = bad[0]
-    return FloatingPointError(f"{path} holds {_count(x, sought)}; {because}.")
+    return FloatingPointError(f"{path} holds {_count(x, sought)}; {because}")
