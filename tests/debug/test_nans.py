@@ -162,12 +162,15 @@ def test_the_setting():
     tp.config.debug_nans = True
     assert mapped(torch.tensor([1.0, 4.0])).tolist() == [3.0, 3.0]
     assert found(mapped, bad) == finding(mapped, bad)
+    with pytest.raises(FloatingPointError) as caught:
+        mapped(bad)
+    assert [entry.name for entry in caught.traceback] == ["test_the_setting", "root"]
     logged = tp.jit(lambda x: x.log() + 1)
     assert found(logged, bad) == finding(logged, bad)
     with tp.debug.fake_pmap():
         assert found(mapped, bad) == finding(mapped, bad)
     donated = tp.pmap(torch.sqrt, donate_argnums=0)
-    assert found(donated, tp.device_put(bad, tp.devices()[:2]))[2].endswith("from -4 to -4")
+    assert found(donated, tp.device_put(bad, tp.devices()[:2]))[1].endswith("from -4 to -4")
 
 
 def test_the_setting_draws_the_same_numbers():

@@ -119,13 +119,14 @@ class Jitted(Generic[_P, _R]):
             return cast(_R, _outside_dynamo(self, *args, **kwargs))
         if self._is_part():
             return self.__wrapped__(*args, **kwargs)
-        if config.sought and nans.is_due():
-            return cast(_R, nans.checked(self, args, kwargs, self._options.name))
-        if not self._is_traced:
-            if is_transformed():
-                return self.__wrapped__(*args, **kwargs)
-            return cast(_R, self._by_operation(args, kwargs))
+        if not self._is_traced and (is_transformed() or not config.sought):
+            fun = self.__wrapped__ if is_transformed() else self._fun
+            return cast(_R, fun(*args, **kwargs))
         try:
+            if config.sought and nans.is_due():
+                return cast(_R, nans.checked(self, args, kwargs, self._options.name))
+            if not self._is_traced:
+                return cast(_R, self._by_operation(args, kwargs))
             if is_transformed():
                 return cast(_R, self._run_transformed(args, kwargs))
             return cast(_R, self._run(args, kwargs))

@@ -198,9 +198,9 @@ class Mapped(Generic[_P, _R]):
         if is_dynamo_compiling():
             break_graph(NO_PART_OF_A_GRAPH)
             return _outside_dynamo(self, *args, **kwargs)
-        if config.sought and nans.is_due():
-            return cast(_R, nans.checked(self, args, kwargs, self._options.name))
         try:
+            if config.sought and nans.is_due():
+                return cast(_R, nans.checked(self, args, kwargs, self._options.name))
             if self._has_statics:
                 args, kwargs = cast(Any, self._split(args, kwargs))
             is_inside = bool(axis_stack.bound() or (num_modes() and is_traced()))

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from torchpmap._base.boundary import boundary
 from torchpmap._base.config import config
 from torchpmap._base.context import assigned
 from torchpmap._base.errors import kind_of
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import flatten, map_tensors, tree_leaves
-from torchpmap._base.sources import is_users, line, users_frames, users_line
+from torchpmap._base.sources import is_users, line, users_frames
 from torchpmap._base.torch_internals import (
     FakeTensor,
     OpOverload,
@@ -116,13 +115,12 @@ class _Look(TorchDispatchMode):
     def _where(self) -> list[str]:
         node, own = autograd_node(), _place()
         found = []
-        if node is None:
-            found.append(f"at {users_line()}")
-        else:
+        if node is not None:
             place = self._lines.get(node._sequence_nr())
             of = "" if place is None else f", of the operation at {line(*place)}"
             found.append(f"in the backward pass: {node.name()}{of}")
-            found += [] if own is None else [f"asked for at {line(*own)}"]
+        if own is not None:  # some passes start in a thread of a row's own
+            found.append(f"{'at' if node is None else 'asked for at'} {line(*own)}")
         for number in steps():
             found.append(f"in step {number} of a loop, counted from 0")
         return [f"  {each}" for each in found]
@@ -252,7 +250,6 @@ def is_due() -> bool:
     return not (is_inside or is_transformed() or (num_modes() and is_traced()))
 
 
-@boundary
 def checked(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
 ) -> Any:
