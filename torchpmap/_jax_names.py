@@ -277,7 +277,11 @@ _ROWS = (
         "torch.set_float32_matmul_precision",
     ),
     (
-        "debug_nans transfer_guard",
+        "debug_nans debug_infs",
+        "tp.config.debug_nans = True, or tp.debug.find_nan(f, *args)",
+    ),
+    (
+        "transfer_guard",
         "not available: tp.debug.check_pmap(f, *args) compares three ways to compute",
     ),
 )

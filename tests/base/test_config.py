@@ -119,6 +119,7 @@ def test_repr():
     assert repr(settings) == (
         "<torchpmap settings: Config(num_devices=2, device_type=None, warm=True, timeout=None, "
         "shared_memory=True, runtime='auto', check_captured=True, "
-        "log_compiles=False, progress=True, traceback='folded', gathers='allow')>"
+        "log_compiles=False, progress=True, traceback='folded', gathers='allow', debug_nans=False, "
+        "debug_infs=False)>"
     )
     assert type(config.config) is Settings

@@ -33,9 +33,9 @@ class Fault(NamedTuple):
 
     @property
     def row(self) -> str:
-        ticks = ["``" if "`" in line else "`" for line in self.printed]
+        ticks = [("`` ", " ``") if "`" in line else ("`", "`") for line in self.printed]
         lines = zip(ticks, self.printed, strict=True)
-        printed = "<br>".join(f"{tick}{line}{tick}" for tick, line in lines)
+        printed = "<br>".join(line.join(around) for around, line in lines)
         return f"| {self.planted} | {self.tool} | {printed} |"
 
 
@@ -106,6 +106,60 @@ def backward_not_reduced():
         return Total.apply(w * x)
 
     tp.debug.check_pmap(loss, torch.tensor(2.0), X, axis_name="i", in_axes=(None, 0))
+
+
+@fault(
+    "one number of the batch is negative, and the loss takes its root",
+    "[`tp.debug.find_nan`](#where-does-the-nan-come-from)",
+    "FloatingPointError: aten.sqrt.default gave NaN in 1 of 1 numbers of float32[], and its inputs "
+    "hold none",
+    "at ... `return x.sqrt()`",
+    "input 0: float32[], from -1 to -1",
+    "in row 2 of 4, axis 'i'",
+)
+def nan_in_one_row():
+    def root(x):
+        return x.sqrt()
+
+    tp.debug.find_nan(tp.pmap(lambda x: tp.pmean(root(x), "i"), "i"), torch.tensor([4.0, 1, -1, 9]))
+
+
+@fault(
+    "the gradient of a norm, at 0, in a loss that is finite",
+    "the same",
+    "FloatingPointError: aten.mul.Tensor gave NaN in 2 of 2 numbers of float32[2], and its inputs "
+    "hold none",
+    "in the backward pass: MulBackward0, of the operation at ... `return (x * x).sum().sqrt()`",
+    "input 0: float32[2], 2 infinity",
+    "in row 3 of 4, axis 'i'",
+)
+def nan_in_a_backward_pass():
+    def norm(x):
+        return (x * x).sum().sqrt()
+
+    rows = torch.tensor([[1.0, 2], [3, 4], [5, 6], [0, 0]])
+    tp.debug.find_nan(tp.pmap(lambda x: tp.grad(norm)(x), "i"), rows)
+
+
+@fault(
+    "step 731 of a `tp.scan` divides 0 by 0",
+    "`tp.config.debug_nans = True`",
+    "FloatingPointError: aten.div.Tensor gave NaN in 1 of 1 numbers of float32[], and its inputs "
+    "hold none",
+    "at ... `return c - 1, (c - 731) / (c - 731)`",
+    "in step 731 of a loop, counted from 0",
+    "in row 1 of 4, axis None",
+)
+def nan_in_step_731():
+    def step(c, _):
+        return c - 1, (c - 731) / (c - 731)
+
+    f = tp.pmap(lambda c: tp.scan(step, c, torch.arange(1000.0))[1])
+    tp.config.debug_nans = True
+    try:
+        f(torch.tensor([-1.0, 1462, -2, -3]))
+    finally:
+        tp.config.debug_nans = False
 
 
 @fault(

@@ -93,6 +93,9 @@ class Config:
         gathers: what follows when an operation on sharded tensors fetches its operands, an argument
             is moved, or a function of ``jit`` is traced whose operands must be resharded:
             ``"allow"``, ``"warn"`` or ``"raise"``.
+        debug_nans: whether a call of a mapped or jitted function waits for its results and raises
+            ``FloatingPointError`` if one holds a NaN, with what ``torchpmap.debug.find_nan`` finds.
+        debug_infs: the same for infinity.
     """
 
     num_devices: int | None = _setting(None, _check_num_devices, int)
@@ -108,6 +111,8 @@ class Config:
     progress: bool = _flag(True)
     traceback: str = _choice("folded", ("folded", "full"), "'folded' or 'full'")
     gathers: str = _choice("allow", ("allow", "warn", "raise"), "'allow', 'warn' or 'raise'")
+    debug_nans: bool = _flag(False)
+    debug_infs: bool = _flag(False)
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -158,6 +163,8 @@ class Settings:
     progress: bool
     traceback: str
     gathers: str
+    debug_nans: bool
+    debug_infs: bool
 
     def __init__(self) -> None:
         self.__dict__.update(_set={}, _listeners=[])
@@ -166,6 +173,11 @@ class Settings:
     def is_inline(self) -> bool:
         """Whether ``runtime`` is ``"inline"``, as of the last change: every call asks."""
         return bool(self.runtime == "inline")
+
+    @cached_property
+    def sought(self) -> tuple[str, ...]:
+        """What results must not hold, as of the last change: every call asks."""
+        return ("NaN",) * self.debug_nans + ("infinity",) * self.debug_infs
 
     def listen(self, before: Callable[[str, Any], None], after: Callable[[], None]) -> None:
         """Have ``before`` called with the name and the value of every assignment, which it may
@@ -184,6 +196,7 @@ class Settings:
 
     def _changed(self) -> None:
         self.__dict__.pop("is_inline", None)
+        self.__dict__.pop("sought", None)
         for _, after in self._listeners:
             after()
 

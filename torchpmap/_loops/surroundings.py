@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from torchpmap._base.ambient import ambient, applied
+from torchpmap._base.context import assigned
 from torchpmap._base.pytree import map_tensors, tree_leaves
 from torchpmap._base.torch_internals import (
     FakeTensor,
@@ -39,6 +40,13 @@ from torchpmap._trace.capture import Substitute
 from torchpmap.random._streams import active_streams, repeated
 
 T = TypeVar("T")
+
+_steps: ContextVar[tuple[int, ...]] = ContextVar("torchpmap_steps", default=())
+
+
+def steps() -> tuple[int, ...]:
+    """The steps that run now of loops in Python, the outermost loop first."""
+    return _steps.get()
 
 
 class Surroundings:
@@ -78,11 +86,16 @@ class Surroundings:
         """Whether torch's random functions draw from keys."""
         return self._streams is not None
 
-    def step(self, number: int) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
         """A step of a loop in Python."""
-        if self._streams is None:
-            return nullcontext()
-        return repeated(self._streams, self._draws, torch.tensor(number))
+        streams = self._streams
+        with assigned(_steps, (*_steps.get(), number)):
+            if streams is None:
+                yield
+                return
+            with repeated(streams, self._draws, torch.tensor(number)):
+                yield
 
     def advance(self, draws: int) -> None:
         """Note that the loop as a whole has drawn ``draws`` random numbers."""

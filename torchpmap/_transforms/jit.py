@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchpmap._base.ambient import keyed
 from torchpmap._base.boundary import boundary, fold
 from torchpmap._base.busy import waiting
+from torchpmap._base.config import config
 from torchpmap._base.errors import TraceError, kind_of, warn
 from torchpmap._base.exact import exact
 from torchpmap._base.sources import defined_at
@@ -42,6 +43,7 @@ from torchpmap._trace.environment import Environment
 from torchpmap._trace.optimizers import NotYet
 from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
+from torchpmap._transforms import nans
 from torchpmap._transforms.call import check_function, name_of
 from torchpmap._transforms.jit_program import JitCall, LoweredProgram, Options, Program
 from torchpmap._transforms.jit_transforms import Body, Outline
@@ -117,10 +119,14 @@ class Jitted(Generic[_P, _R]):
             return cast(_R, _outside_dynamo(self, *args, **kwargs))
         if self._is_part():
             return self.__wrapped__(*args, **kwargs)
-        if not self._is_traced:
+        if not self._is_traced and (is_transformed() or not config.sought):
             fun = self.__wrapped__ if is_transformed() else self._fun
             return cast(_R, fun(*args, **kwargs))
         try:
+            if config.sought and nans.is_due():
+                return cast(_R, nans.checked(self, args, kwargs, self._options.name))
+            if not self._is_traced:
+                return cast(_R, self._by_operation(args, kwargs))
             if is_transformed():
                 return cast(_R, self._run_transformed(args, kwargs))
             return cast(_R, self._run(args, kwargs))
@@ -151,6 +157,8 @@ class Jitted(Generic[_P, _R]):
         call = JitCall(self._fun, args, kwargs)
         program = self._program(call, self._make)
         if program is not None and not program.refuses(call.tensors):
+            if config.sought and program.has_effects:
+                return self._by_operation(args, kwargs)
             return program.run(call.tensors)
         if program is not None and not self._has_refused:
             because = (
@@ -164,6 +172,11 @@ class Jitted(Generic[_P, _R]):
                 f"{self._options.prefix}: running operation by operation, which is slower, because "
                 + because
             )
+        return self._by_operation(args, kwargs)
+
+    def _by_operation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if config.sought:
+            return nans.stepped(self._fun, args, kwargs)
         return self._fun(*args, **kwargs)
 
     def _run_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -199,6 +199,11 @@ class Program:
             more = f"; and {len(self.resharded) - 3} more" if len(self.resharded) > 3 else ""
             tell_of_gather(f"{options.prefix}: operands are resharded: {few}{more}")
 
+    @property
+    def has_effects(self) -> bool:
+        """Whether a second run would not give what the first one did."""
+        return bool(self._writes or self._cleared or self._numbers)
+
     def _wished(self, traced: WholeTrace, alike: Sequence[torch.Tensor]) -> list[Layout | None]:
         """Where results are to lie; None if anywhere."""
         sources = [*alike, *([None] * len(self._values))]

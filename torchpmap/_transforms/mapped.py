@@ -31,6 +31,7 @@ from torch.compiler import is_dynamo_compiling
 from torchpmap._base.ambient import keyed
 from torchpmap._base.boundary import boundary, fold
 from torchpmap._base.busy import waiting
+from torchpmap._base.config import config
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
 from torchpmap._base.pytree import flatten_call
 from torchpmap._base.torch_internals import (
@@ -58,6 +59,7 @@ from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded, spans_processes
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.untraceable import Untraceable
+from torchpmap._transforms import nans
 from torchpmap._transforms.call import MapOptions, Static, takes_keywords
 from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
 
@@ -197,6 +199,8 @@ class Mapped(Generic[_P, _R]):
             break_graph(NO_PART_OF_A_GRAPH)
             return _outside_dynamo(self, *args, **kwargs)
         try:
+            if config.sought and nans.is_due():
+                return cast(_R, nans.checked(self, args, kwargs, self._options.name))
             if self._has_statics:
                 args, kwargs = cast(Any, self._split(args, kwargs))
             is_inside = bool(axis_stack.bound() or (num_modes() and is_traced()))

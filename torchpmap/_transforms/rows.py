@@ -32,6 +32,7 @@ from torchpmap._collectives.backend import NAMESPACES, c10d
 from torchpmap._layout.axis_stack import Axis, Partition, subgroup_name
 from torchpmap._trace.agreement import ADVICE, Fingerprint
 from torchpmap._trace.effects import emit, lines_of
+from torchpmap._transforms import nans
 
 _GROUP = "rows"
 
@@ -120,6 +121,7 @@ def _around_a_row(meeting: _Meeting, row: int, settings: Ambient) -> Iterator[No
         # single-threaded: axes are bound per thread
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(_Collectives(meeting, row))
+        stack.enter_context(nans.look())
         yield
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.boundary import boundary
+from torchpmap._base.config import config
 from torchpmap._base.errors import kind_of
 from torchpmap._base.notebook import display_in_cell
 from torchpmap._base.pytree import flatten
@@ -27,6 +28,7 @@ from torchpmap._runtime.current import devices, process_index
 from torchpmap._sharded.gather_report import Gather, report_gathers
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import effects
+from torchpmap._transforms import nans
 from torchpmap._transforms.mapped import Mapped
 from torchpmap._transforms.pmap import Pmapped, pmap
 from torchpmap.debug._calibrate import measured
@@ -47,6 +49,7 @@ __all__ = [
     "check_pmap",
     "cost",
     "fake_pmap",
+    "find_nan",
     "print",
     "report_gathers",
     "visualize_sharding",
@@ -92,6 +95,41 @@ def fake_pmap(*, serial: bool = False) -> Iterator[None]:
     """
     with inline_mode.chosen(True, serial=serial):
         yield
+
+
+@boundary
+def find_nan(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Return None if ``fun(*args, **kwargs)`` makes no NaN; else raise, and name the operation.
+
+    The call runs in this process, uncompiled and with every operation looked at, which is slow.  A
+    mapped function runs as under ``fake_pmap(serial=True)``; a jitted one runs operation by
+    operation.  What ``fun`` writes (parameters, ``.grad``), it writes.  A NaN counts even if a
+    later operation drops it, as ``torch.where`` may; with ``tp.config.debug_infs`` infinity counts
+    too.
+
+    Args:
+        fun: any function: mapped, jitted, or one that calls such functions.
+        args, kwargs: what it is called with.
+
+    Raises:
+        FloatingPointError: an operation gave NaN, and none of its inputs holds one.  The text has
+            the operation, your line, its inputs with their ranges, and the row; in a backward pass
+            the line of the forward operation, in a loop of a mapped function the step.  If there is
+            no such operation, but arguments or captured tensors hold NaN, it says that.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> f = tp.pmap(lambda x: tp.psum(x.sqrt(), "i"), axis_name="i")
+        >>> tp.debug.find_nan(f, torch.tensor([1.0, 4.0]))
+        >>> try:
+        ...     tp.debug.find_nan(f, torch.tensor([1.0, -4.0]))
+        ... except FloatingPointError as error:
+        ...     print(str(error).splitlines()[0])
+        aten.sqrt.default gave NaN in 1 of 1 numbers of float32[], and its inputs hold none
+
+    Source: what ``jax_debug_nans`` does after a NaN: the function again, operation by operation.
+    """
+    nans.find(fun, args, kwargs, ("NaN", "infinity") if config.debug_infs else ("NaN",))
 
 
 @boundary

@@ -1,0 +1,228 @@
+"""Covers: _transforms/nans.py, debug.find_nan and the settings debug_nans and debug_infs."""
+
+import os
+
+import pytest
+import torch
+
+import torchpmap as tp
+
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def devices():
+    tp.init(num_devices=2)
+    yield
+    tp.config.debug_nans = tp.config.debug_infs = False
+
+
+def found(fun, *args, **kwargs):
+    """The lines of the error."""
+    with pytest.raises(FloatingPointError) as caught:
+        fun(*args, **kwargs)
+    return str(caught.value).splitlines()
+
+
+def finding(fun, *args, **kwargs):
+    return found(tp.debug.find_nan, fun, *args, **kwargs)
+
+
+def root(x):
+    y = x.sqrt()  # here
+    return tp.psum(y, "i")
+
+
+mapped = tp.pmap(root, axis_name="i")
+
+
+def test_the_operation_the_line_the_input_and_the_row():
+    first, line, given, row = finding(mapped, torch.tensor([[1.0, 2.0], [3.0, -4.0]]))
+    assert first.startswith("aten.sqrt.default gave NaN in 1 of 2 numbers of float32[2], and")
+    assert line.startswith(f"  at {__file__}:")
+    assert line.endswith("`y = x.sqrt()  # here`")
+    assert given == "  input 0: float32[2], from -4 to 3"
+    assert row == "  in row 1 of 2, axis 'i'"
+
+
+def test_nothing_is_found():
+    assert tp.debug.find_nan(mapped, torch.tensor([1.0, 4.0])) is None
+    assert tp.debug.find_nan(tp.jit(torch.sqrt), torch.tensor([1.0, 4.0])) is None
+
+
+def test_devices_of_a_shard_map():
+    mesh = tp.make_mesh((2,), ("x",))
+    f = tp.shard_map(torch.log, mesh=mesh, in_specs=tp.P("x"), out_specs=tp.P("x"))
+    lines = finding(f, torch.tensor([1.0, 2.0, 3.0, -1.0]))
+    assert lines[0].startswith("aten.log.default gave NaN in 1 of 2 numbers")
+    assert lines[-1] == "  on the device at x=1"
+
+
+@pytest.mark.parametrize("placed", [lambda x: x, lambda x: tp.shard_batch(x)])
+def test_a_jitted_function(placed):
+    lines = finding(tp.jit(lambda x: x.log() + 1), placed(torch.tensor([1.0, -1.0])))
+    assert lines[0].startswith("aten.log.default gave NaN in 1 of 2 numbers of float32[2]")
+    assert lines[2] == "  input 0: float32[2], from -1 to 1"
+
+
+def loss(x):
+    return (x * 0).sqrt().sum()  # forward
+
+
+def backward(x):
+    x = x.detach().requires_grad_()
+    loss(x).mul(0).backward()
+    return x.grad
+
+
+def by_grad(x):
+    return tp.grad(lambda x: loss(x) * 0)(x)
+
+
+def by_torch(x):
+    return torch.func.grad(lambda x: loss(x) * 0)(x)
+
+
+@pytest.mark.parametrize("inside", [backward, by_grad, by_torch])
+def test_gradients_name_the_forward_operation(inside):
+    lines = finding(tp.pmap(inside), torch.ones(2, 1))
+    assert lines[0].startswith("aten.div.Tensor gave NaN in 1 of 1")
+    assert "in the backward pass: SqrtBackward0, of the operation at" in lines[1]
+    assert lines[1].endswith("`return (x * 0).sqrt().sum()  # forward`")
+
+
+def test_gradients_from_outside():
+    def outside(x):
+        return torch.func.grad(lambda x: tp.pmap(lambda x: loss(x) * 0)(x).sum())(x)
+
+    assert "SqrtBackward0" in finding(outside, torch.ones(2, 1))[1]
+
+
+def test_steps_of_loops():
+    def scanned(x):
+        return tp.scan(lambda c, _: (c - 1, (c - 1).sqrt()), x, torch.arange(4.0))[1]
+
+    def body(number, c):
+        return c - 1 + 0 * c.sqrt()
+
+    lines = finding(tp.pmap(scanned), torch.tensor([5.0, 2.0]))
+    assert lines[2:] == [  # 2 - 1 - 2 is the first below 0
+        "  in step 2 of a loop, counted from 0",
+        "  input 0: float32[], from -1 to -1",
+        "  in row 1 of 2, axis None",
+    ]
+    lines = finding(tp.pmap(lambda x: tp.fori_loop(0, 4, body, x)), torch.tensor([5.0, 1.0]))
+    assert lines[2] == "  in step 2 of a loop, counted from 0"
+
+
+def test_what_came_from_outside():
+    x = torch.tensor([1.0, NAN])
+    lines = finding(tp.pmap(lambda tree: tree["x"] * 2), {"x": x})
+    assert (
+        lines[0] == "argument tree['x'] holds NaN in 1 of 2 numbers of float32[2] before the call"
+    )
+    assert lines[1] == "first used by aten.mul.Tensor"
+    lines = finding(tp.pmap(lambda y: y * x), torch.ones(2))
+    assert lines[0] == "a tensor that the function closes over holds NaN before the call"
+    # a row that gets it from another one has not made it
+    assert finding(tp.pmap(lambda x: tp.psum(x, "i"), "i"), x)[0].startswith("argument x holds")
+    assert finding(mapped, x)[0].startswith("argument x holds")
+
+
+def test_infinity_and_an_input_that_is_written():
+    def f(x):
+        x = x.clone()
+        x.reciprocal_()
+        return x
+
+    zero = tp.pmap(f), torch.tensor([1.0, 0.0])
+    assert tp.debug.find_nan(*zero) is None
+    assert zero[0](zero[1]).tolist() == [1.0, float("inf")]
+    tp.config.debug_infs = True
+    lines = finding(*zero)
+    assert lines[0].startswith("aten.reciprocal_.default gave infinity in 1 of 1")
+    assert lines[2] == "  input 0: float32[], from 0 to 0"
+    assert found(*zero) == lines
+    assert mapped(torch.tensor([1.0, -1.0])).isnan().all()  # not sought
+
+
+def test_a_python_number():
+    lines = finding(tp.pmap(lambda x: x * NAN), torch.ones(2))
+    assert lines[0].endswith("of float32[], which it was given as a number")
+
+
+def test_an_operation_that_only_writes():
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=NAN, foreach=True)
+    lines = finding(optimizer.step)
+    assert lines[0].startswith("aten._foreach_add_.List gave NaN in 2 of 2 numbers of float32[2]")
+    assert lines[2] == "  input 0: float32[2], from 1 to 1"  # as it was before
+
+
+def test_the_setting():
+    bad = torch.tensor([1.0, -4.0])
+    assert mapped(bad).isnan().all()
+    assert mapped(torch.tensor([1.0, 4.0])).tolist() == [3.0, 3.0]
+    tp.config.debug_nans = True
+    assert mapped(torch.tensor([1.0, 4.0])).tolist() == [3.0, 3.0]
+    assert found(mapped, bad) == finding(mapped, bad)
+    with pytest.raises(FloatingPointError) as caught:
+        mapped(bad)
+    assert [entry.name for entry in caught.traceback] == ["test_the_setting", "root"]
+    logged = tp.jit(lambda x: x.log() + 1)
+    assert found(logged, bad) == finding(logged, bad)
+    with tp.debug.fake_pmap():
+        assert found(mapped, bad) == finding(mapped, bad)
+    donated = tp.pmap(torch.sqrt, donate_argnums=0)
+    assert found(donated, tp.device_put(bad, tp.devices()[:2]))[1].endswith("from -4 to -4")
+
+
+def test_the_setting_draws_the_same_numbers():
+    f = tp.pmap(lambda x: (x - torch.rand(())).sqrt())
+    torch.manual_seed(1)
+    values = f(torch.tensor([0.5, 0.5]))
+    after = torch.get_rng_state()
+    bad = [k for k in range(2) if values[k].isnan()]
+    assert bad  # for this seed
+    tp.config.debug_nans = True
+    torch.manual_seed(1)
+    lines = found(f, torch.tensor([0.5, 0.5]))
+    assert lines[-1] == f"  in row {bad[0]} of 2, axis None"
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_a_nan_that_the_second_run_does_not_make():
+    here = os.getpid()
+
+    def f(x):
+        return {"y": x * 0 if os.getpid() == here else x.log()}
+
+    tp.config.debug_nans = True
+    (line,) = found(tp.pmap(f, compile=False), torch.tensor([1.0, -1.0]))
+    assert line.startswith("the result of f['y'] holds NaN in 1 of 2 numbers of float32[2]; the")
+    assert "in one process, uncompiled, makes none" in line
+
+
+def test_a_training_step_stops_before_it_writes():
+    model = tp.replicate(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    @tp.jit
+    def step(x):
+        optimizer.zero_grad()
+        loss = (model(x) * 0 + x).sqrt().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    tp.config.debug_nans = True
+    good, bad = torch.ones(4, 1), -torch.ones(4, 1)
+    before = model.weight.tolist()
+    assert float(step(tp.shard_batch(good))) == 4
+    assert model.weight.tolist() == before  # the gradient is 0
+    lines = found(step, tp.shard_batch(bad))
+    assert lines[0].startswith("aten.sqrt.default gave NaN in 4 of 4 numbers of float32[4, 1]")
+    assert model.weight.tolist() == before
+    tp.config.debug_nans = False
+    assert step(tp.shard_batch(bad)).isnan()

@@ -1,0 +1,306 @@
+"""Finds the operation that makes a NaN: what ``debug.find_nan`` and ``config.debug_nans`` share.
+
+A call runs in this process, mapped functions row by row (``_transforms/rows``), and a mode looks at
+what each operation returns.  Every thread needs a mode of its own, so rows ask for one (``look``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchpmap._base.config import config
+from torchpmap._base.context import assigned
+from torchpmap._base.errors import kind_of
+from torchpmap._base.inexact import is_inexact
+from torchpmap._base.pytree import flatten, map_tensors, tree_leaves
+from torchpmap._base.sources import is_users, line, users_frames
+from torchpmap._base.torch_internals import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    autograd_node,
+    gives_views,
+    innermost,
+    is_traced,
+    is_transformed,
+    next_node_number,
+    num_modes,
+    written_values,
+)
+from torchpmap._collectives.backend import NAMESPACES
+from torchpmap._layout import axis_stack
+from torchpmap._loops.surroundings import steps
+from torchpmap._runtime import inline_mode
+from torchpmap._sharded.tensor import ShardedTensor
+
+_UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+"""What memory holds before it is written says nothing."""
+_COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "lift_fresh", "lift_fresh_copy"}
+"""What moves numbers, also those of the package's own."""
+
+
+@dataclass
+class _Search:
+    """One run in which every operation is looked at."""
+
+    sought: tuple[str, ...]
+    inherited: str | None = None
+    """The first operation that got what is sought from outside."""
+
+
+_search: ContextVar[_Search | None] = ContextVar("torchpmap_nan_search", default=None)
+_is_checked: ContextVar[bool] = ContextVar("torchpmap_nan_checked", default=False)
+
+
+def look() -> AbstractContextManager[Any]:
+    """What a thread enters, if there is a search."""
+    search = _search.get()
+    return nullcontext() if search is None else _Look(search)
+
+
+class _Look(TorchDispatchMode):
+    """Raises at the first operation whose result holds what is sought, and none of its inputs."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, search: _Search) -> None:
+        super().__init__()
+        self._search = search
+        self._lines: dict[int, tuple[str, int] | None] = {}
+        """Number of a node of autograd -> where its forward operation is."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # torch.cond and friends run Dynamo on their branches
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload) or is_traced():
+            return func(*args, **kwargs)
+        if torch.is_grad_enabled() and autograd_node() is None:  # the node is made just before
+            self._lines.setdefault(next_node_number() - 1, _place())
+        inputs = _tensors((args, kwargs))
+        written = _tensors(written_values(func, args, kwargs))
+        targets = set(map(id, written))
+        inputs = [x.clone() if id(x) in targets else x for x in inputs]
+        sought = self._search.sought
+        is_collective = func.namespace in NAMESPACES
+        if is_collective and any(_holds(x, sought) for x in inputs):
+            self._inherit(func)  # before another row gets it
+        result = func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        if name in _UNSET or gives_views(func):
+            return result
+        bad = [x for x in (*_tensors(result), *written) if _holds(x, sought)]
+        if bad:
+            is_from_row = is_collective and self._search.inherited is not None
+            if not is_from_row and not any(_holds(x, sought) for x in inputs):
+                numbers = (x for x in tree_leaves((args, kwargs)) if type(x) in (float, complex))
+                given = any(_holds(torch.tensor(x), sought) for x in numbers)
+                why = "which it was given as a number" if given else "and its inputs hold none"
+                text = f"{func} gave {_count(bad[0], sought)}, {why}"
+                raise FloatingPointError("\n".join([text, *self._where(), *_listed(inputs)]))
+            if name not in _COPIES:
+                self._inherit(func)
+        return result
+
+    def _inherit(self, func: Any) -> None:
+        if self._search.inherited is None:
+            self._search.inherited = "\n".join([f"first used by {func}", *self._where()])
+
+    def _where(self) -> list[str]:
+        node, own = autograd_node(), _place()
+        found = []
+        if node is not None:
+            place = self._lines.get(node._sequence_nr())
+            of = "" if place is None else f", of the operation at {line(*place)}"
+            found.append(f"in the backward pass: {node.name()}{of}")
+        if own is not None:  # some passes start in a thread of a row's own
+            found.append(f"{'at' if node is None else 'asked for at'} {line(*own)}")
+        for number in steps():
+            found.append(f"in step {number} of a loop, counted from 0")
+        return [f"  {each}" for each in found]
+
+
+def _place() -> tuple[str, int] | None:
+    frame = next(filter(is_users, users_frames()), None)
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Those in a tree whose numbers are known."""
+    found = (innermost(x) for x in tree_leaves(tree) if isinstance(x, torch.Tensor))
+    return [x for x in found if not (isinstance(x, FakeTensor) or x.is_meta)]
+
+
+def _is_sought(x: torch.Tensor, sought: Sequence[str]) -> torch.Tensor:
+    x = x.detach()
+    x = x.float() if x.is_floating_point() and x.itemsize == 1 else x  # float8 has no isnan
+    if len(sought) == 2:
+        return ~x.isfinite()
+    return x.isnan() if sought[0] == "NaN" else x.isinf()
+
+
+def _holds(x: torch.Tensor, sought: Sequence[str]) -> bool:
+    return is_inexact(x) and bool(_is_sought(x, sought).any())
+
+
+def _count(x: torch.Tensor, sought: Sequence[str]) -> str:
+    """``"NaN in 1 of 3 numbers of float32[3]"``"""
+    count = int(_is_sought(x, sought).sum())
+    kind = kind_of(x.shape, x.dtype)
+    names = [name for name in sought if _holds(x, (name,))]
+    return f"{' and '.join(names)} in {count} of {x.numel()} numbers of {kind}"
+
+
+def _listed(inputs: Sequence[torch.Tensor]) -> list[str]:
+    return [f"  input {k}: {_described(x)}" for k, x in enumerate(inputs)]
+
+
+def _described(x: torch.Tensor) -> str:
+    """Kind and range of a tensor."""
+    kind, x = kind_of(x.shape, x.dtype), x.detach()
+    if not x.numel() or x.dtype == torch.bool:
+        return kind
+    if not is_inexact(x):
+        return f"{kind}, from {int(x.min())} to {int(x.max())}"
+    sizes = (x.abs() if x.is_complex() else x).double()
+    finite, infinite = sizes.isfinite(), sizes.isinf()
+    low = float(torch.where(finite, sizes, torch.inf).min())
+    high = float(torch.where(finite, sizes, -torch.inf).max())
+    parts = [f"{'sizes ' if x.is_complex() else ''}from {low:g} to {high:g}"] * (low <= high)
+    for name, each in ("NaN", sizes.isnan()), ("infinity", infinite):
+        count = int(each.sum())
+        parts += [f"{count} {name}"] * bool(count)
+    return f"{kind}, {', '.join(parts)}"
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def find(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sought: tuple[str, ...]
+) -> None:
+    """Run a call in this process, and raise ``FloatingPointError`` if what is sought turns up."""
+    given = _bad_arguments(fun, args, kwargs, sought)
+    search = _Search(sought)
+    state = torch.default_generator.get_state()
+    try:
+        with inline_mode.chosen(True, serial=True):
+            _searched(search, fun, args, kwargs)
+    except NotImplementedError:  # what is differentiated from outside has no rows
+        torch.default_generator.set_state(state)
+        with inline_mode.chosen(True):
+            _searched(search, fun, args, kwargs)
+    if given or search.inherited is not None:
+        raise _from_outside(search, given)
+
+
+def _searched(
+    search: _Search, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    try:
+        # single-threaded: modes are those of a thread
+        with assigned(_search, search), torch.autograd.set_multithreading_enabled(False), look():
+            return fun(*args, **kwargs)
+    except FloatingPointError as error:
+        text = "\n".join([str(error), *(f"  {x}" for x in getattr(error, "__notes__", ()))])
+        raise FloatingPointError(text).with_traceback(error.__traceback__) from None
+
+
+def _from_outside(search: _Search, given: list[str]) -> FloatingPointError:
+    what = " or ".join(search.sought)
+    found = given or [f"a tensor that the function closes over holds {what} before the call"]
+    used = [] if search.inherited is None else [search.inherited]
+    return FloatingPointError("\n".join([*found, *used]))
+
+
+def _bad_arguments(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sought: tuple[str, ...]
+) -> list[str]:
+    try:
+        named = inspect.signature(fun).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # the call itself says what is wrong with it
+        named = {"args": args, **kwargs}
+    return [
+        f"argument {path} holds {_count(x, sought)} before the call"
+        for name, value in named.items()
+        for path, x in _bad_leaves(value, name, sought)
+    ]
+
+
+def _bad_leaves(tree: Any, name: str, sought: tuple[str, ...]) -> list[tuple[str, torch.Tensor]]:
+    leaves, structure = flatten(tree)
+    pairs = zip(structure.paths(name), leaves, strict=True)
+    return [(path, x) for path, x in pairs if isinstance(x, torch.Tensor) and _holds(x, sought)]
+
+
+# -- the settings ----------------------------------------------------------------------------------
+
+
+def is_due() -> bool:
+    """Whether a call made now is one that the settings look at: none inside another, or that a
+    transform of ``torch.func`` follows.
+    """
+    is_inside = _is_checked.get() or _search.get() is not None or axis_stack.bound()
+    return not (is_inside or is_transformed() or (num_modes() and is_traced()))
+
+
+def checked(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+) -> Any:
+    """Call a function; if its result holds what the settings seek, raise what ``find`` finds."""
+    sought = config.sought
+    kept_args, kept_kwargs = map_tensors(_kept, (args, kwargs))
+    state = torch.default_generator.get_state()
+    with assigned(_is_checked, True):
+        result = fun(*args, **kwargs)
+    bad = _bad_leaves(result, f"the result of {name}", sought)
+    if not bad:
+        return result
+    after = torch.default_generator.get_state()
+    torch.default_generator.set_state(state)  # the second run draws the numbers of the first
+    because = "the same call in one process, uncompiled, makes none (torchpmap.debug.find_nan)."
+    try:
+        find(fun, kept_args, kept_kwargs, sought)
+    except FloatingPointError:
+        raise
+    except Exception as error:
+        because = f"the same call cannot run in one process: {type(error).__name__}: {error}"
+    finally:
+        torch.default_generator.set_state(after)
+    raise _in_result(bad, sought, because)
+
+
+def _kept(x: torch.Tensor) -> torch.Tensor:
+    """Another name of its value, which stays if the call takes the tensor that is donated to it."""
+    return x.detach().requires_grad_(x.requires_grad) if type(x) is ShardedTensor else x
+
+
+def stepped(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function that may write: only once, so every operation is looked at as it runs."""
+    if _search.get() is not None:
+        return fun(*args, **kwargs)
+    search = _Search(config.sought)
+    given = _bad_arguments(fun, args, kwargs, search.sought)
+    result = _searched(search, fun, args, kwargs)
+    bad = _bad_leaves(result, "the result", search.sought)
+    if bad and (given or search.inherited is not None):
+        raise _from_outside(search, given)
+    if bad:
+        raise _in_result(bad, search.sought, "no operation that was looked at made it.")
+    return result
+
+
+def _in_result(
+    bad: list[tuple[str, torch.Tensor]], sought: tuple[str, ...], because: str
+) -> FloatingPointError:
+    path, x = bad[0]
+    return FloatingPointError(f"{path} holds {_count(x, sought)}; {because}")
