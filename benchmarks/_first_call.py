@@ -1,8 +1,9 @@
 """One fresh process of the "first call" section of ``dispatch.py``; prints its times as JSON.
 
-``python _first_call.py NUM_DEVICES {overlapped,ready} [BACKEND]``.  ``overlapped`` does what a
-program does: choose the devices, call.  ``ready`` waits in between until every worker has answered,
-so that starting the pool and the call are timed apart.
+``python _first_call.py NUM_DEVICES {overlapped,ready,doubled} [BACKEND]``.  ``overlapped`` does
+what a program does: choose the devices, call.  ``ready`` waits in between until every worker has
+answered, so that starting the pool and the call are timed apart.  ``doubled`` waits for ``x * 2``,
+for which workers need no compiler.
 """
 
 from __future__ import annotations
@@ -55,12 +56,15 @@ def main(num_devices: int, mode: str, backend: str = "inductor") -> dict[str, fl
     tp.init(num_devices)
     if mode == "ready":
         tp.block_until_ready(tp.replicate(torch.zeros(1)))
+    if mode == "doubled":
+        tp.block_until_ready(tp.replicate(torch.ones(3)) * 2)
     ready = time.perf_counter()
     tp.block_until_ready(train(parameters, x, y))
     first = time.perf_counter()
     tp.block_until_ready(train(parameters, x, y))
     second = time.perf_counter()
     return {
+        "ready_at": ready,
         "start": ready - start,
         "call": first - ready,
         "total": first - start,
