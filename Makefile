@@ -3,6 +3,7 @@
 # make test FILES=tests/trace    the tests of a folder, of a file, or one (file::name)
 # make test-all    every case of every test                      make test-lag    faults on asynchronous devices
 # make docs    the site, into docs/_build/html
+# make bench   the table of bars, in about eight minutes (QUICK=1: two); jax is measured too where it is installed
 # make test-gpu    the suite on a GPU, into outputs/gpu (OUTPUT=... is another folder)
 #
 # The set-up is done once, in .venv. PYTHON=... picks the interpreter; PIP_FLAGS=... is handed to pip, for
@@ -30,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PIP = $(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(PINS)
 
-.PHONY: demo hello test test-all test-lag test-gpu docs lint types clean
+.PHONY: demo hello test test-all test-lag test-gpu bench docs lint types clean
 
 demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python examples/data_parallel_digits.py
@@ -56,6 +57,10 @@ GPU_PYTHON ?= $(shell test -x $(VENV)/bin/python && echo $(VENV)/bin/python || c
 OUTPUT ?= outputs/gpu
 test-gpu:
 	PYTHONPATH=. $(GPU_PYTHON) tests/gpu.py --output $(OUTPUT)
+
+QUICK ?=
+bench: $(VENV)/demo.stamp
+	$(VENV)/bin/python benchmarks/bars.py $(if $(QUICK),--quick)
 
 # -T shows where an error of the build comes from; any warning is an error.
 docs: $(VENV)/docs.stamp

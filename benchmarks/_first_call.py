@@ -1,12 +1,14 @@
 """One fresh process of the "first call" section of ``dispatch.py``; prints its times as JSON.
 
-``python _first_call.py NUM_DEVICES {overlapped,ready} [BACKEND]``.  ``overlapped`` does what a
-program does: choose the devices, call.  ``ready`` waits in between until every worker has answered,
-so that starting the pool and the call are timed apart.
+``python _first_call.py NUM_DEVICES {overlapped,ready,doubled} [BACKEND]``.  ``overlapped`` does
+what a program does: choose the devices, call.  ``ready`` waits in between until every worker has
+answered, so that starting the pool and the call are timed apart.  ``doubled`` waits for ``x * 2``,
+for which workers need no compiler.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -50,17 +52,23 @@ def main(num_devices: int, mode: str, backend: str = "inductor") -> dict[str, fl
     ]
     x, y = torch.randn(num_devices, ROWS, SIZES[0]), torch.randn(num_devices, ROWS, SIZES[-1])
     how = {"backend": backend}
-    train = tp.pmap(step, axis_name="i", in_axes=(None, 0, 0), out_axes=None, compile=how)
+    mapped = functools.partial(tp.pmap, axis_name="i", in_axes=(None, 0, 0), out_axes=None)
+    # workers that start before anything is to be compiled do so without the compiler
+    train = None if mode == "doubled" else mapped(step, compile=how)
     start = time.perf_counter()
     tp.init(num_devices)
     if mode == "ready":
         tp.block_until_ready(tp.replicate(torch.zeros(1)))
+    if mode == "doubled":
+        tp.block_until_ready(tp.replicate(torch.ones(3)) * 2)
     ready = time.perf_counter()
+    train = train or mapped(step, compile=how)
     tp.block_until_ready(train(parameters, x, y))
     first = time.perf_counter()
     tp.block_until_ready(train(parameters, x, y))
     second = time.perf_counter()
     return {
+        "ready_at": ready,
         "start": ready - start,
         "call": first - ready,
         "total": first - start,

@@ -51,13 +51,13 @@ class Objective(nn.Module):
         return F.cross_entropy(self.model(x).flatten(0, -2), y.flatten())
 
 
-def mlp() -> tuple[Objective, list[Batch]]:
-    """Two hidden layers, 1.9 million weights; 256 rows of 784 numbers."""
-    sizes = (784, 1024, 1024, 10)
+def mlp(hidden: int = 1024, rows: int = 256) -> tuple[Objective, list[Batch]]:
+    """Two hidden layers; rows of 784 numbers."""
+    sizes = (784, hidden, hidden, 10)
     layers: list[nn.Module] = []
     for m, n in itertools.pairwise(sizes):
         layers += [nn.Linear(m, n), nn.ReLU()]
-    batches = [(torch.randn(256, 784), torch.randint(10, (256,))) for _ in range(BATCHES)]
+    batches = [(torch.randn(rows, 784), torch.randint(10, (rows,))) for _ in range(BATCHES)]
     return Objective(nn.Sequential(*layers[:-1])), batches
 
 
@@ -74,7 +74,7 @@ def digits() -> tuple[Objective, list[Batch]]:
     return Objective(Net(dropout=0.0)), batches  # masks differ, so losses would
 
 
-MODELS = {"MLP": mlp, "GPT": gpt, "digits": digits}
+MODELS = {"MLP": mlp, "large MLP": functools.partial(mlp, 2048, 512), "GPT": gpt, "digits": digits}
 
 
 def make(name: str) -> tuple[Objective, Iterator[Batch]]:
@@ -183,13 +183,22 @@ def distributed_data_parallel(name: str, is_compiled: bool = True) -> Steps:
     return torch_steps(model, optimizer, batches)
 
 
+def one_process(name: str) -> Steps:
+    """``torch.compile`` of the whole model in one process, with the fused AdamW."""
+    objective, batches = make(name)
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-3, fused=True)
+    return torch_steps(torch.compile(objective), optimizer, batches)
+
+
 def torch_steps(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Batch]) -> Steps:
     """Steps of a rank of torch's own, with its rows of each batch."""
-    rank = torch.distributed.get_rank()
+    ranks, rank = 1, 0
+    if torch.distributed.is_initialized():
+        ranks, rank = RANKS, torch.distributed.get_rank()
 
     def steps(count: int) -> float:
         for batch in itertools.islice(batches, count):
-            x, y = (part.chunk(RANKS)[rank] for part in batch)
+            x, y = (part.chunk(ranks)[rank] for part in batch)
             loss = model(x, y)
             loss.backward()
             optimizer.step()
@@ -229,6 +238,7 @@ CONTENDERS = {
     "ddp": distributed_data_parallel,
     "ddp-eager": functools.partial(distributed_data_parallel, is_compiled=False),
     "fsdp2": fully_sharded_data_parallel,
+    "one-process": one_process,
 }
 
 
@@ -250,7 +260,7 @@ def serve(contender: str, connection: Any) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     host, port = os.environ["TRAIN_STEP_ADDRESS"].rsplit(":", 1)
     with Client((host, int(port))) as connection:
         serve(sys.argv[1], connection)

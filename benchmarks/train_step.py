@@ -28,6 +28,8 @@ OURS = {
     "replicated": ("replicated", False),
 }
 THEIRS = {"DDP": ("ddp", True), "DDP eager": ("ddp-eager", True), "FSDP2": ("fsdp2", True)}
+ONE_PROCESS = {"jit": OURS["jit"], "one process": ("one-process", False)}
+"""What ``--one-process`` compares: two devices, and one process with as many threads."""
 OWN = ", own thread"
 """What the caller's thread computes in a step, besides waiting."""
 BARS = {
@@ -44,6 +46,7 @@ MODELS = {"MLP": 10, "GPT": 5, "digits": 10}
 TITLES = {
     "MLP": "MLP, 1.9 M weights, 256 rows: forward, backward, average, AdamW (per step)",
     "GPT": "GPT, 0.6 M weights, 32 x 64 characters: forward, backward, average, AdamW (per step)",
+    "large MLP": "MLP, 5.8 M weights, 512 rows: the same (per step)",
     "digits": "convolutions, batch norms, 6,000 weights, 64 pictures: the same (per step)",
 }
 
@@ -64,7 +67,7 @@ class Contender:
                     **os.environ,
                     "TRAIN_STEP_ADDRESS": f"{host}:{port}",
                     "TORCHPMAP_DEVICE_TYPE": "cpu",  # whatever the host has
-                    "OMP_NUM_THREADS": "1",
+                    "OMP_NUM_THREADS": str(RANKS) if name == "one-process" else "1",
                     "GLOO_SOCKET_IFNAME": "lo",
                 },
             )
@@ -130,6 +133,19 @@ def measure(models: Sequence[str], quick: bool) -> list[Result]:
     return results
 
 
+def measure_one_process(quick: bool) -> list[Result]:
+    """Rounds of steps of the large perceptron: two devices, and one process with two threads."""
+    model, steps = "large MLP", 3
+    with started(ONE_PROCESS) as contenders:
+        for contender in contenders.values():
+            contender.ask(model)
+        samples = {label: sample(contenders[label], steps) for label in contenders}
+        rounds = 5 if quick else 21
+        total, _ = interleave(TITLES[model], RANKS, samples, rounds=rounds, unit="ms", warm_ups=2)
+        insist_on_equal({label: contender.loss for label, contender in contenders.items()})
+    return [total]
+
+
 def sample(contender: Contender, steps: int) -> Callable[[], dict[str, float]]:
     def measured() -> dict[str, float]:
         total, own = contender.do(steps)
@@ -161,7 +177,7 @@ def bars(results: Sequence[Result]) -> list[Check]:
     return [
         Check(f"{names[result.section]}, {result.metric}: time per step, x {rival}", ratio, bar)
         for result in results
-        for rival, bar in BARS[result.metric].items()
+        for rival, bar in BARS.get(result.metric, {}).items()
         for ratio in [result.ratio(rival)]
     ]
 
@@ -172,13 +188,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds, about a minute")
     parser.add_argument("--check", action="store_true", help="print PASS or FAIL for each bar")
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    parser.add_argument("--one-process", action="store_true", help="beside one process alone")
     parser.add_argument("--output", type=Path, help="write everything as JSON")
     options = parser.parse_args()
     at_start = environment()
     print(", ".join(f"{key} {value}" for key, value in at_start.items()))
     if at_start["load_average"] > 0.5:
         print("this machine is busy: trust ratios only, and measure again when it is quiet")
-    results = measure(options.only, options.quick)
+    if options.one_process:
+        results = measure_one_process(options.quick)
+    else:
+        results = measure(options.only, options.quick)
     print_table(results)
     print("\nsteps per second")
     for result in results:

@@ -27,7 +27,7 @@ TEXTS = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
     "tests/README.md": "tests.md",
-    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/README.md": "measuring.md",
 }
 CODE = {"LICENSE": "license.md"} | {
     f"examples/{path.name}": f"examples/{path.stem}.md" for path in (ROOT / "examples").glob("*.py")
