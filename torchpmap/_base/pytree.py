@@ -13,7 +13,7 @@ only a new one is described in full (key paths, sorted keys):
 
 Torch's own ``TreeSpec`` is not the key: it does not hash, depends on the order of dict keys, and
 takes ten times as long to build (20 us against 2 us for a list of 100 tensors). Nor is optree's:
-it does not see all of torch's registry, and takes ``{1: x}`` for ``{True: x}`` (benchmarks/README).
+it is not told all of torch's registry, and takes ``{1: x}`` for ``{True: x}`` (benchmarks/README).
 """
 
 from __future__ import annotations
