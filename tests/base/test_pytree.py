@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchpmap._base import pytree as _structure
-from torchpmap._base.pytree import flatten, flatten_call, unflatten
+from torchpmap._base.pytree import flatten, flatten_call
 
 Other = namedtuple("Other", ["x", "y"])
 
@@ -65,7 +65,7 @@ def test_flatten(tree, leaves, paths):
     assert got == leaves
     assert structure.num_leaves == len(leaves)
     assert structure.paths("t") == paths
-    back = unflatten(got, structure)
+    back = structure.unflatten(got)
     assert back == tree
     assert type(back) is type(tree)
     if isinstance(tree, dict):

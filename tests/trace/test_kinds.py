@@ -232,3 +232,11 @@ def test_fullgraph_says_why_not():
     compiled = torch.compile(lambda x: f(x) + 1, fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"between the graphs.*fullgraph=True"):
         compiled(x)
+
+
+@pytest.mark.parametrize("make", [lambda f: tp.pmap(f, compile=EAGER), tp.jit], ids=["pmap", "jit"])
+def test_keyword_arguments_of_any_name_under_torch_compile(make):
+    f = make(lambda x, *, call, mapped, jitted: x * call + mapped - jitted)
+    x = torch.arange(4.0)
+    compiled = torch.compile(lambda x: f(x, call=x, mapped=x, jitted=x).to_host(), backend="eager")
+    torch.testing.assert_close(compiled(x), x * x)

@@ -58,7 +58,7 @@ class Contents:
         now, copy = _dense(tensor.detach()), self._copy
         if now.is_cpu:
             return not _differ(now.data_ptr(), copy.data_ptr(), copy.nbytes)
-        return torch.equal(_bits(now), _bits(copy))
+        return torch.equal(bits(now), bits(copy))
 
     def restore(self) -> None:
         """Write the kept contents back to the tensor."""
@@ -110,5 +110,6 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_dense else tensor.contiguous()
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, by which -0.0 is not 0.0, and NaN is itself."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchpmap._base.contents import bits
+
 Tensors = Sequence[torch.Tensor]
 
 _MAX_BYTES = 4 << 20
@@ -251,11 +253,7 @@ def _agrees(found: Replay, code: Any, carry: Tensors, xs: Tensors, reads: Tensor
     ys = [torch.zeros_like(y) for y in expected_ys]
     last = found.run(steps, carry, xs, reads, ys)
     pairs = zip((*last, *ys), (*expected, *expected_ys), strict=True)
-    return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1).view(torch.uint8)
+    return all(torch.equal(bits(a), bits(b)) for a, b in pairs)
 
 
 def _kernels(function: Any) -> dict[str, int] | None:

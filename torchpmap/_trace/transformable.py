@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.inexact import is_inexact
+from torchpmap._base.pytree import replaced
 from torchpmap._base.torch_internals import (
     depth,
     is_batched,
@@ -158,7 +159,7 @@ def vjp_of(
     def function(*xs: torch.Tensor) -> Any:
         for place, x in enumerate(xs):
             x.register_hook(lambda _, place=place: reached.add(place))
-        results = body(_replaced(tensors, wanted, xs))
+        results = body(replaced(tensors, wanted, xs))
         return tuple(results[k] for k in given)
 
     _, pull_back = torch.func.vjp(function, *(tensors[k] for k in wanted))[:2]
@@ -174,7 +175,7 @@ def jvp_of(
         return results, [torch.zeros_like(x) for x in results if is_inexact(x)]
 
     def function(*xs: torch.Tensor) -> Any:
-        results = body(_replaced(tensors, given, xs))
+        results = body(replaced(tensors, given, xs))
         # torch wants a result that has a tangent: the first argument is one
         return (xs[0], *(x for x in results if is_inexact(x))), tuple(results)
 
@@ -223,10 +224,3 @@ def vmap_of(
 def expanded(tensor: torch.Tensor, is_batched: bool, size: int) -> torch.Tensor:
     """The tensor with a batch dim in front."""
     return tensor if is_batched else tensor.expand(size, *tensor.shape)
-
-
-def _replaced(tensors: Tensors, places: Sequence[int], values: Tensors) -> list[torch.Tensor]:
-    found = list(tensors)
-    for k, value in zip(places, values, strict=True):
-        found[k] = value
-    return found

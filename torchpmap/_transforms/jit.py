@@ -28,7 +28,6 @@ from torchpmap._base.exact import exact
 from torchpmap._base.sources import defined_at
 from torchpmap._base.torch_internals import (
     break_graph,
-    disable_dynamo,
     is_traced,
     is_transformed,
     num_modes,
@@ -47,7 +46,7 @@ from torchpmap._transforms import nans
 from torchpmap._transforms.call import check_function, name_of
 from torchpmap._transforms.jit_program import JitCall, LoweredProgram, Options, Program
 from torchpmap._transforms.jit_transforms import Body, Outline
-from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH
+from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, outside_dynamo
 from torchpmap._transforms.retraces import Retraces
 
 _P = ParamSpec("_P")
@@ -60,12 +59,6 @@ _MAX_KINDS = 256
 """Of calls, whose programs are kept."""
 _BY_NAME = (Optimizer, LRScheduler, torch.amp.GradScaler)
 """What changes in each step: of these the code's own reads are watched."""
-
-
-@disable_dynamo
-def _outside_dynamo(jitted: Jitted[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call in a function that ``torch.compile`` compiles: between its graphs, untouched."""
-    return jitted(*args, **kwargs)
 
 
 class Jitted(Generic[_P, _R]):
@@ -116,7 +109,7 @@ class Jitted(Generic[_P, _R]):
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if is_dynamo_compiling():
             break_graph(NO_PART_OF_A_GRAPH)
-            return cast(_R, _outside_dynamo(self, *args, **kwargs))
+            return cast(_R, outside_dynamo(self, *args, **kwargs))
         if self._is_part():
             return self.__wrapped__(*args, **kwargs)
         if not self._is_traced and (is_transformed() or not config.sought):

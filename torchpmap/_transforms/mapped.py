@@ -84,9 +84,9 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 @disable_dynamo
-def _outside_dynamo(mapped: Mapped[..., Any], *args: Any, **kwargs: Any) -> Any:
+def outside_dynamo(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """A call in a function that ``torch.compile`` compiles: between its graphs, untouched."""
-    return mapped(*args, **kwargs)
+    return call(*args, **kwargs)
 
 
 class _Method:
@@ -197,7 +197,7 @@ class Mapped(Generic[_P, _R]):
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if is_dynamo_compiling():
             break_graph(NO_PART_OF_A_GRAPH)
-            return _outside_dynamo(self, *args, **kwargs)
+            return outside_dynamo(self, *args, **kwargs)
         try:
             if config.sought and nans.is_due():
                 return cast(_R, nans.checked(self, args, kwargs, self._options.name))

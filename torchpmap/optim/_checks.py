@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer, SparseAdam
 
 from torchpmap._base.errors import kind_of
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import Node, Structure, open_node
 
 
@@ -63,8 +64,7 @@ def kind(value: Any) -> str:
 
 def check_params(leaves: Sequence[Any], structure: Structure) -> None:
     for x, path in zip(leaves, structure.paths("params"), strict=True):
-        is_tensor = isinstance(x, torch.Tensor)
-        if x is not None and not (is_tensor and (x.is_floating_point() or x.is_complex())):
+        if x is not None and not (isinstance(x, torch.Tensor) and is_inexact(x)):
             raise TypeError(
                 f"{path} is {kind(x)}: only floating-point and complex tensors can be optimized. "
                 "Keep it out of params, or put None in its place."
@@ -87,9 +87,7 @@ def check_grads(grads: Sequence[Any], paths: Sequence[str]) -> None:
     for grad, path in zip(grads, paths, strict=True):
         if grad is None:
             continue
-        if not isinstance(grad, torch.Tensor) or not (
-            grad.is_floating_point() or grad.is_complex()
-        ):
+        if not (isinstance(grad, torch.Tensor) and is_inexact(grad)):
             raise TypeError(f"{path} is {kind(grad)}, expected a floating-point or complex tensor.")
         refuse_sparse(grad, path)
 

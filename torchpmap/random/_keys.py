@@ -76,12 +76,7 @@ def key(
         low = _integer("key", "seed", seed) & MASK
         made = torch.stack([torch.zeros_like(low), low])
         return made if device is None else made.to(device)
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        raise TypeError(
-            f"key: got a seed of type {type(seed).__name__}, expected an int or an integer tensor."
-        ) from None
+    number = _number("key", "a seed", seed)
     if not -(2**63) <= number < 2**63:
         raise ValueError(
             f"key: got seed {number}, expected a 64-bit integer. Only its low 32 bits count: take "
@@ -175,13 +170,7 @@ def fold_in(key: torch.Tensor, data: SupportsIndex | torch.Tensor) -> torch.Tens
     if isinstance(data, torch.Tensor):
         low = _integer("fold_in", "data", data) & MASK
         return torch.stack(threefry2x32(words, (torch.zeros_like(low), low)))
-    try:
-        number = operator.index(data)
-    except TypeError:
-        raise TypeError(
-            f"fold_in: got data of type {type(data).__name__}, expected an int or an integer "
-            "tensor."
-        ) from None
+    number = _number("fold_in", "data", data)
     if not 0 <= number <= MASK:
         raise ValueError(
             f"fold_in: got data {number}, expected 0 to 2**32 - 1. Fold in a larger number piece "
@@ -223,6 +212,14 @@ def bits(
     if dtype not in _WIDTHS:
         raise wrong_dtype("bits", dtype, "uint8, uint16, uint32 or uint64")
     return random_bits(words, _WIDTHS[dtype], static_shape("bits", shape)).to(dtype)
+
+
+def _number(function: str, name: str, value: SupportsIndex) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        got = f"{function}: got {name} of type {type(value).__name__}"
+        raise TypeError(f"{got}, expected an int or an integer tensor.") from None
 
 
 def _integer(function: str, name: str, value: torch.Tensor) -> torch.Tensor:

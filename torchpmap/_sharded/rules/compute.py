@@ -148,14 +148,14 @@ def _trailing(num_dims: int | Callable[[Call], int]) -> Rule:
         if any(shape[: len(batch)] != batch for shape in shapes):
             return None
         return Signature(
-            {o.position: _leading(len(batch), o.ndim) for o in call.operands},
-            tuple(_leading(len(batch), len(shape)) for shape in call.results),
+            {o.position: leading(len(batch), o.ndim) for o in call.operands},
+            tuple(leading(len(batch), len(shape)) for shape in call.results),
         )
 
     return rule
 
 
-def _leading(num_batch: int, ndim: int) -> Labels:
+def leading(num_batch: int, ndim: int) -> Labels:
     return (*range(num_batch), *(None,) * (ndim - num_batch))
 
 
@@ -205,9 +205,9 @@ def _batched(call: Call, rows: Sequence[Any], num_batch: int, num_rows: int) -> 
     wanted = call.arguments.get("output_mask") or [True] * len(call.results)
     have_rows = [k < num_rows for k, wants in enumerate(wanted) if wants]
     return Signature(
-        {operand.position: _leading(num_batch, operand.ndim) for operand in rows},
+        {operand.position: leading(num_batch, operand.ndim) for operand in rows},
         tuple(
-            _leading(num_batch if has_rows else 0, len(shape))
+            leading(num_batch if has_rows else 0, len(shape))
             for has_rows, shape in zip(have_rows, call.results, strict=True)
         ),
         tuple(None if has_rows else "sum" for has_rows in have_rows),

@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchpmap._sharded.rules.compute import aligned
+from torchpmap._sharded.rules.compute import aligned, leading
 from torchpmap._sharded.rules.signature import Call, Combine, Labels, Rule, Signature
-
-
-def _rows(num_batch: int, ndim: int) -> Labels:
-    return (*range(num_batch), *(None,) * (ndim - num_batch))
 
 
 def _layer(names: Sequence[str], num_rows: int, others: Combine, num_batch: int = 1) -> Rule:
@@ -27,8 +23,8 @@ def _layer(names: Sequence[str], num_rows: int, others: Combine, num_batch: int 
         have_rows = [k < num_rows for k, wants in enumerate(wanted) if wants]
         results = zip(have_rows, call.results, strict=True)
         return Signature(
-            {operand.position: _rows(num_batch, operand.ndim) for operand in rows},
-            tuple(_rows(num_batch if has else 0, len(shape)) for has, shape in results),
+            {operand.position: leading(num_batch, operand.ndim) for operand in rows},
+            tuple(leading(num_batch if has else 0, len(shape)) for has, shape in results),
             tuple(None if has else others for has in have_rows),
         )
 
@@ -71,13 +67,13 @@ def _nll(call: Call) -> Signature | None:
     x, target = call.arguments["self"], call.arguments["target"]
     if target.ndim != x.ndim - 1:
         return None  # one row
-    operands = {x.position: _rows(1, x.ndim), target.position: _rows(1, target.ndim)}
+    operands = {x.position: leading(1, x.ndim), target.position: leading(1, target.ndim)}
     each = call.arguments["reduction"] == 0
     if "grad_output" in call.arguments:
         grad = call.arguments["grad_output"]
-        operands[grad.position] = _rows(int(each), grad.ndim)
-        return Signature(operands, (_rows(1, x.ndim),))
-    loss = _rows(1, target.ndim) if each else ()
+        operands[grad.position] = leading(int(each), grad.ndim)
+        return Signature(operands, (leading(1, x.ndim),))
+    loss = leading(1, target.ndim) if each else ()
     return Signature(operands, (loss, ()), (None if each else "equal", "equal"))
 
 
