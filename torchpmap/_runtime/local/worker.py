@@ -37,18 +37,19 @@ import socket
 import struct
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import CallCancelled, WorkerError, pack_exception
-from torchpmap._base.platform import LATE_HINT, Kinds
+from torchpmap._base.platform import LATE_HINT
 from torchpmap._runtime import wire
 from torchpmap._runtime.completion import Completion
+from torchpmap._runtime.executor import Compiled, Executor
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
 from torchpmap._runtime.local.birth import (
     Birth,
@@ -61,12 +62,10 @@ from torchpmap._runtime.local.birth import (
 from torchpmap._runtime.local.progress import WorkerProgress
 from torchpmap._runtime.local.staging import Staged
 from torchpmap._runtime.local.values import Values
-from torchpmap._runtime.task import Handler, Rank, Task, Work
+from torchpmap._runtime.task import Task, Work
 from torchpmap._runtime.wire import FrameReader, Origin, Stream, frame
-from torchpmap._trace.boxed import Boxed
-from torchpmap._trace.compile import EAGER, Definition, communicates, compile_and_report
+from torchpmap._trace.compile import EAGER, Definition
 from torchpmap._trace.effects import mark_lines
-from torchpmap._trace.promises import run_first_time
 from torchpmap._trace.toolchain import import_inductor
 
 _NEVER, _FOREVER_S = 1 << 62, 30 * 24 * 3600.0
@@ -78,15 +77,6 @@ would leave a gap.
 
 
 _HINT = f"\nThe device cannot be used any more, so its worker ends. {LATE_HINT}"
-
-
-class _Plan(NamedTuple):
-    """A plan that this worker has compiled."""
-
-    doing: str
-    run: Boxed
-    outputs: Kinds
-    communicates: bool
 
 
 def main(birth: Birth) -> None:
@@ -137,9 +127,8 @@ class _Worker:
         self.device = device
         self.platform = PLATFORMS[birth.device_type]
         self.groups = groups
-        self.plans: dict[int, _Plan] = {}
+        self.plans: dict[int, Compiled] = {}
         self.bodies: dict[int, bytes] = {}
-        self.index_tensors: dict[int, torch.Tensor] = {}
         self.failed = False
         self.running = 0
         """The call whose user code runs; 0: none, so no interrupt may raise."""
@@ -167,11 +156,15 @@ class _Worker:
                 self.platform, lambda: groups.is_aborted, self.progress.note, self.fail_late
             )
         self.reader = FrameReader(sock)
-        self.handlers: dict[int, Handler] = {}
         self.doing = "starting"
+        self.executor = Executor(
+            *(birth.rank, device, self.platform, groups, self.where, self.values.usage),
+            doing=lambda: self.doing,
+        )
 
     def serve(self) -> NoReturn:
-        handlers = self.handlers = {
+        handlers = self.executor.handlers
+        handlers |= {
             wire.CALL: self.call,
             wire.PUT: self.put,
             wire.PLACE: self.place,
@@ -214,14 +207,15 @@ class _Worker:
 
     def call(self, seq: int, length: int) -> None:
         plan_id, out, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
-        self.doing, run, outputs, self.communicates = self.plans[plan_id]
+        plan = self.plans[plan_id]
+        self.doing, self.communicates = plan.doing, plan.communicates
         inputs = self.values.of(handles[:num_inputs])
         if len(handles) > num_inputs:  # donated inputs among them: only ``inputs`` holds them now
             self.values.release(handles[num_inputs:])
         self.running = seq
         if seq >= self.cancelled_from:
             self.interrupt()
-        results = self.platform.launch(run, inputs, outputs)
+        results = self.platform.launch(plan.run, inputs, plan.outputs)
         self.values.add(out, results)
 
     def skip(self, kind: int, length: int) -> None:
@@ -283,16 +277,7 @@ class _Worker:
             self.doing = doing
         else:
             self.begin(seq, doing)
-        runner, report = compile_and_report(definition, self.index(definition.ranks))
-
-        def run_first(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-            results, later = run_first_time(definition, runner, blocks, self.where)
-            self.plans[definition.plan_id] = plan._replace(run=later)
-            return results
-
-        doing = f"running {definition.name}"
-        plan = _Plan(doing, run_first, definition.outputs, communicates(definition))
-        self.plans[definition.plan_id] = plan
+        self.plans[definition.plan_id], report = self.executor.define(definition)
         self.reply(seq, tuple(report))
 
     def begin(self, seq: int, doing: str) -> None:
@@ -302,13 +287,6 @@ class _Worker:
         self.running = seq
         if seq >= self.cancelled_from:
             self.interrupt()
-
-    def index(self, ranks: Sequence[int]) -> torch.Tensor:
-        """This rank's position among the ranks of a plan, as data: all run one graph."""
-        position = ranks.index(self.rank)
-        if position not in self.index_tensors:
-            self.index_tensors[position] = torch.tensor(position, device=self.device)
-        return self.index_tensors[position]
 
     def task(self, seq: int, length: int) -> None:
         self.doing = "receiving a call"
@@ -320,15 +298,9 @@ class _Worker:
         # unpickled for every call: changes that the last one made to captured objects must not be
         # seen
         work: Work = pickle.loads(self.bodies[task.body_id])
-        rank = Rank(
-            *(task.ranks, task.group, self.index(task.ranks), self.groups.ensure),
-            *(self.values.usage, self.handlers, lambda: self.doing),
-        )
         if not self.settled():
             return
-        report, stored = work.run(rank, task.given, self.values.of(task.inputs))
-        self.platform.synchronize()
-        self.groups.refuse_if_aborted()  # a device goes on after a collective that was aborted
+        report, stored = self.executor.run(task, work, self.values.of(task.inputs))
         self.reply(seq, (report, len(stored)), dict(enumerate(stored, task.first_output)))
 
     def group(self, seq: int, length: int) -> None:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpmap._base.errors import kind_of
-from torchpmap._base.platform import Kinds
 from torchpmap._base.torch_internals import (
     has_transforms,
     num_modes,
@@ -21,6 +20,7 @@ from torchpmap._base.torch_internals import (
     outside_transforms,
 )
 from torchpmap._layout.axis_stack import group_name
+from torchpmap._runtime.executor import Compiled
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
 from torchpmap._runtime.task import Task
 from torchpmap._runtime.torchrun.header import Header
@@ -29,17 +29,16 @@ from torchpmap._runtime.torchrun.identity import described, shown, title
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 from torchpmap._runtime.torchrun.watch import Watch, Watched
 from torchpmap._trace.agreement import is_equal
-from torchpmap._trace.boxed import Boxed
-from torchpmap._trace.compile import Definition, communicates
+from torchpmap._trace.compile import Definition
 from torchpmap._trace.pickling import number_of
 
 Ranks = tuple[int, ...]
 
 
 class Defined(NamedTuple):
-    """A plan that this process has compiled."""
+    """A compiled plan, and what the other processes know of it."""
 
-    runner: Boxed
+    compiled: Compiled
     name: str
     shown: str
     """With its inputs and the place of the function, as messages name it."""
@@ -53,7 +52,6 @@ class Defined(NamedTuple):
     """Whether a call of it may have to be ended, whatever the runtime's timeout is."""
     has_header: bool
     """Whether a call sends what it is, as its collectives do not tell."""
-    outputs: Kinds
 
 
 class Calls:
@@ -88,18 +86,22 @@ class Calls:
         return number_of(f"{turn} {text}".encode())
 
     def defined(
-        self, definition: Definition, runner: Boxed, number: int, groups: dict[str, RankPartition]
+        self,
+        definition: Definition,
+        compiled: Compiled,
+        number: int,
+        groups: dict[str, RankPartition],
     ) -> Defined:
         """A plan on which all processes have agreed, and that is compiled."""
         ranks = definition.ranks
-        communicating = communicates(definition)
+        communicating = compiled.communicates
         # on an asynchronous device nothing waits for a header
         has_header = communicating and self._groups.sends_plain_data(groups)
         if has_header:
             self._groups.ensure(group_name(ranks), (ranks,))
         name = self._groups.calls[number] = shown(title(definition), definition.where)
         return Defined(
-            runner,
+            compiled,
             definition.name,
             name,
             ranks if communicating else (),
@@ -107,7 +109,6 @@ class Calls:
             definition.timeout,
             communicating or definition.timeout is not None,
             has_header,
-            definition.outputs,
         )
 
     def agree(self, ranks: Ranks, mine: bytes, what: str) -> bool:
@@ -134,7 +135,7 @@ class Calls:
                 header = Header(axis, occasion, self._groups.calls)
             try:
                 with plain_if_needed():
-                    results = plan.runner(blocks)
+                    results = plan.compiled.run(blocks)
             except Exception as error:
                 if header is not None and is_communication(error):
                     header.compare()  # it may tell the reason
@@ -161,7 +162,7 @@ class Calls:
         """Run such a plan; ``history``: of its axis when it was called."""
         self._occasion.begin(plan.number, history, plan.axis)
         try:
-            return plan.runner(blocks)
+            return plan.compiled.run(blocks)
         finally:
             self._occasion.end()
 

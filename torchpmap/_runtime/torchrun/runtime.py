@@ -38,8 +38,9 @@ from torchpmap._layout.axis_stack import group_name
 from torchpmap._runtime import wire
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.completion import Completion
+from torchpmap._runtime.executor import Executor
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition
-from torchpmap._runtime.task import Rank, Report, Task, Usage, Work, bytes_held
+from torchpmap._runtime.task import Report, Task, Usage, Work, bytes_held
 from torchpmap._runtime.torchrun.calls import Calls, Defined, plain, plain_if_needed
 from torchpmap._runtime.torchrun.failure import Failures
 from torchpmap._runtime.torchrun.launcher import JobPlace
@@ -53,12 +54,7 @@ from torchpmap._runtime.torchrun.placement import (
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 from torchpmap._runtime.torchrun.watch import Watch, Watched
 from torchpmap._trace.boxed import Boxed
-from torchpmap._trace.compile import (
-    CompileReport,
-    Definition,
-    compile_and_report,
-)
-from torchpmap._trace.promises import run_first_time
+from torchpmap._trace.compile import CompileReport, Definition
 
 T = TypeVar("T")
 
@@ -105,6 +101,10 @@ class TorchrunRuntime:
         """Whether what one process has compiled fits the others."""
         self._groups = Groups(
             place.rank, self.device, self._rendezvous.store.raw, config, self._rendezvous.address
+        )
+        self._executor = Executor(
+            *(self.rank, self.device, self._platform, self._groups),
+            *(f"on device {self.devices[self.rank]}", self._usage),
         )
         self._failures = Failures(self._rendezvous, self._groups)
         self._rendezvous.insist = self._failures.insist
@@ -254,27 +254,14 @@ class TorchrunRuntime:
                 )
             with self._failures.failing():
                 number = self._calls.agree_on_plan(definition, groups, self.device)
-                index = torch.tensor(ranks.index(self.rank), device=self.device)
+                # Inductor's code turns gradients off itself
+                guarded = {} if definition.backend.is_inductor else {"guarded": _without_gradients}
                 with self._in_turn(definition), plain(), torch.no_grad():
-                    runner, report = compile_and_report(definition, index)
-                if not definition.backend.is_inductor:  # Inductor's code turns gradients off itself
-                    runner = torch.no_grad()(lazy_bits()(runner))
-                first = self._first_run(definition, runner)
+                    compiled, report = self._executor.define(definition, **guarded)
                 self._plans[definition.plan_id] = self._calls.defined(
-                    definition, first, number, groups
+                    definition, compiled, number, groups
                 )
                 return report
-
-    def _first_run(self, definition: Definition, runner: Boxed) -> Boxed:
-        def run(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-            where = f"on device {self.devices[self.rank]}"
-            results, later = run_first_time(definition, runner, blocks, where)
-            plan = self._plans.get(definition.plan_id)
-            if plan is not None:  # else it was forgotten before the device came to it
-                self._plans[definition.plan_id] = plan._replace(runner=later)
-            return results
-
-        return run
 
     def _in_turn(self, definition: Definition) -> AbstractContextManager[None]:
         """Let one process of each host compile first: the others load it from Inductor's cache.
@@ -321,7 +308,7 @@ class TorchrunRuntime:
                 elif plan.is_watched or self._calls.timeout or has_transforms() or num_modes():
                     results = self._calls.run(plan, blocks)
                 else:
-                    results = plan.runner(blocks)
+                    results = plan.compiled.run(blocks)
             except Exception as error:
                 failure = self._failures.fail(error)
                 raise failure from failure.__cause__
@@ -342,8 +329,8 @@ class TorchrunRuntime:
             self._launched[self._seq] = watched
         run = functools.partial(self._calls.run_later, plan, self._calls.history.of(plan.axis))
         with self._platform.own_stream(), plain_if_needed():
-            results = self._platform.launch(run, blocks, plan.outputs)
-            completion.launched(self._seq, plan.name, communicates=bool(plan.axis))
+            results = self._platform.launch(run, blocks, plan.compiled.outputs)
+            completion.launched(self._seq, plan.name, communicates=plan.compiled.communicates)
         return results
 
     def run_task(
@@ -356,15 +343,9 @@ class TorchrunRuntime:
             # the pickle is safe, since it has not left this process
             work: Work = pickle.loads(task.body)
             blocks = [handle.block for handle in held]
-            index = torch.tensor(task.ranks.index(self.rank), device=self.device)
-            rank = Rank(task.ranks, task.group, index, self._groups.ensure, self._usage)
             with self._failures.failing():
-                with self._calls.of_task(task, blocks):
-                    with self._platform.own_stream(), plain():
-                        report, stored = work.run(rank, task.given, blocks)
-                    self._platform.synchronize()
-                    # a device goes on after a collective that was aborted
-                    self._groups.refuse_if_aborted()
+                with self._calls.of_task(task, blocks), self._platform.own_stream(), plain():
+                    report, stored = self._executor.run(task, work, blocks)
                 reports = self._gathered(task, report)
             return reports, [_Block(block, team) for block in stored]
 
@@ -422,3 +403,7 @@ class TorchrunRuntime:
         if self._completion is not None:
             self._completion.close(_STOPPING_S)
         self._failures.surface()
+
+
+def _without_gradients(run: Boxed) -> Boxed:
+    return torch.no_grad()(lazy_bits()(run))
