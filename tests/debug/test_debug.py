@@ -376,14 +376,19 @@ def test_rows_in_different_collectives_raise(serial):
     )
 
 
-def test_serial_rows_refuse_outside_derivatives(serial):
-    text = r"under fake_pmap\(serial=True\) a mapped function cannot be differentiated from outside"
+def test_serial_rows_refuse_transforms_around_them(serial):
+    text = r"under fake_pmap\(serial=True\) a mapped function cannot be differentiated or batched"
     x = X.clone().requires_grad_()
     result = tp.pmap(total, "i")(x)
     assert result.tolist() == [6.0] * 4
-    for differentiate in (result.sum().backward, lambda: torch.func.grad(loss)(W, X)):
+    around = (
+        result.sum().backward,
+        lambda: torch.func.grad(loss)(W, X),
+        lambda: tp.map(tp.pmap(total, "i"), torch.stack([X, X, X]), batch_size=2),
+    )
+    for call in around:
         with pytest.raises(NotImplementedError, match=text):
-            differentiate()
+            call()
     with torch.no_grad():
         assert not tp.pmap(total, "i")(x).requires_grad
 

@@ -45,6 +45,8 @@ REFUSED = (
     "called random operation while in randomness error mode",
     # .backward() of what does not depend on the argument, also without a pmap
     "does not require grad and does not have a grad_fn",
+    # a loop that batches its rows (``batch_size``), around a pmap whose rows run one by one
+    "cannot be differentiated or batched from outside, because its rows run one after the other",
 )
 """Errors that say clearly of a valid program that it is not supported."""
 

@@ -234,9 +234,9 @@ class _NotDifferentiable(torch.autograd.Function):
 
 def _not_differentiable(prefix: str) -> str:
     return (
-        f"{prefix}: under fake_pmap(serial=True) a mapped function cannot be differentiated from "
-        "outside, because its rows run one after the other. Use fake_pmap() without serial, or "
-        "differentiate inside the mapped function."
+        f"{prefix}: under fake_pmap(serial=True) a mapped function cannot be differentiated or "
+        "batched from outside, because its rows run one after the other. Use fake_pmap() without "
+        "serial, or differentiate (use vmap) inside the mapped function."
     )
 
 
