@@ -1,4 +1,4 @@
-"""``python -m torchpmap doctor`` and ``python -m torchpmap bench``."""
+"""``python -m torchpmap doctor``, ``python -m torchpmap bench`` and ``python -m torchpmap replay FILE``."""
 
 from __future__ import annotations
 
