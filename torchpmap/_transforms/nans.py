@@ -30,6 +30,7 @@ from torchpmap._base.torch_internals import (
     innermost,
     is_traced,
     is_transformed,
+    is_zeros,
     next_node_number,
     num_modes,
     written_values,
@@ -55,6 +56,9 @@ class _Search:
     """The first operation that got what is sought from outside."""
 
 
+_Place = tuple[tuple[str, int] | None, tuple[int, ...]]
+"""File and line of the user's code, and the steps of the loops around it."""
+
 _search: ContextVar[_Search | None] = ContextVar("torchpmap_nan_search", default=None)
 _is_checked: ContextVar[bool] = ContextVar("torchpmap_nan_checked", default=False)
 
@@ -73,8 +77,9 @@ class _Look(TorchDispatchMode):
     def __init__(self, search: _Search) -> None:
         super().__init__()
         self._search = search
-        self._lines: dict[int, tuple[str, int] | None] = {}
+        self._forward: dict[int, _Place] = {}
         """Number of a node of autograd -> where its forward operation is."""
+        self._next = next_node_number()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -84,8 +89,10 @@ class _Look(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or is_traced():
             return func(*args, **kwargs)
-        if torch.is_grad_enabled() and autograd_node() is None:  # the node is made just before
-            self._lines.setdefault(next_node_number() - 1, _place())
+        if self._next < next_node_number():  # nodes, one of each transform, are made just before
+            numbers = range(self._next, next_node_number())
+            self._forward |= dict.fromkeys(numbers, self._forward_of(autograd_node()))
+            self._next = numbers.stop
         inputs = _tensors((args, kwargs))
         written = _tensors(written_values(func, args, kwargs))
         targets = set(map(id, written))
@@ -115,29 +122,34 @@ class _Look(TorchDispatchMode):
         if self._search.inherited is None:
             self._search.inherited = "\n".join([f"first used by {func}", *self._where()])
 
+    def _forward_of(self, node: Any) -> _Place:
+        """Where an operation is, or that of which a backward pass runs the node."""
+        return _here() if node is None else self._forward.get(node._sequence_nr(), (None, steps()))
+
     def _where(self) -> list[str]:
-        node, own = autograd_node(), _place()
+        node, (own, _) = autograd_node(), _here()
+        place, numbers = self._forward_of(node)
         found = []
         if node is not None:
-            place = self._lines.get(node._sequence_nr())
             of = "" if place is None else f", of the operation at {line(*place)}"
             found.append(f"in the backward pass: {node.name()}{of}")
         if own is not None:  # some passes start in a thread of a row's own
             found.append(f"{'at' if node is None else 'asked for at'} {line(*own)}")
-        for number in steps():
-            found.append(f"in step {number} of a loop, counted from 0")
+        for level, number in enumerate(numbers):
+            found.append(f"in step {number} of a loop{' in it' * bool(level)}, counted from 0")
         return [f"  {each}" for each in found]
 
 
-def _place() -> tuple[str, int] | None:
+def _here() -> _Place:
     frame = next(filter(is_users, users_frames()), None)
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    line_of = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    return line_of, steps()
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     """Those in a tree whose numbers are known."""
     found = (innermost(x) for x in tree_leaves(tree) if isinstance(x, torch.Tensor))
-    return [x for x in found if not (isinstance(x, FakeTensor) or x.is_meta)]
+    return [x for x in found if not (isinstance(x, FakeTensor) or x.is_meta or is_zeros(x))]
 
 
 def _is_sought(x: torch.Tensor, sought: Sequence[str]) -> torch.Tensor:
