@@ -39,12 +39,17 @@ from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout import axis_stack
 from torchpmap._loops.surroundings import steps
 from torchpmap._runtime import inline_mode
-from torchpmap._sharded.tensor import ShardedTensor
+from torchpmap._sharded.tensor import ShardedTensor, spans_processes
+from torchpmap._trace.environment import named_tensors
 
 _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 """What memory holds before it is written says nothing."""
 _COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "lift_fresh", "lift_fresh_copy"}
 """What moves numbers, also those of the package's own."""
+_UNKNOWN = (
+    "{what} came from outside, and not from an operation: from a tensor that is made of numbers of "
+    "Python or NumPy, from memory that nothing has set, or from a tensor that is reached otherwise"
+)
 
 
 @dataclass
@@ -52,8 +57,24 @@ class _Search:
     """One run in which every operation is looked at."""
 
     sought: tuple[str, ...]
+    fun: Callable[..., Any]
+    given: list[str]
+    """Which arguments hold what is sought."""
+    runs_once: bool = False
+    """Whether it is the call itself, and mapped functions in it run on the devices."""
     inherited: str | None = None
     """The first operation that got what is sought from outside."""
+
+    def from_outside(self) -> FloatingPointError:
+        """What there is to say if no operation has made it."""
+        found = [
+            f"a tensor that the function closes over ({name}) holds {_count(x, self.sought)} "
+            "before the call"
+            for name, x in named_tensors(self.fun)
+            if not spans_processes(x) and _holds(x, self.sought)
+        ]
+        found = self.given or found or [_UNKNOWN.format(what=" or ".join(self.sought))]
+        return FloatingPointError("\n".join([*found, *filter(None, [self.inherited])]))
 
 
 _Place = tuple[tuple[str, int] | None, tuple[int, ...]]
@@ -90,9 +111,9 @@ class _Look(TorchDispatchMode):
         if not isinstance(func, OpOverload) or is_traced():
             return func(*args, **kwargs)
         if self._next < next_node_number():  # nodes, one of each transform, are made just before
-            numbers = range(self._next, next_node_number())
-            self._forward |= dict.fromkeys(numbers, self._forward_of(autograd_node()))
-            self._next = numbers.stop
+            nodes = range(self._next, next_node_number())
+            self._forward |= dict.fromkeys(nodes, self._forward_of(autograd_node()))
+            self._next = nodes.stop
         inputs = _tensors((args, kwargs))
         written = _tensors(written_values(func, args, kwargs))
         targets = set(map(id, written))
@@ -101,6 +122,10 @@ class _Look(TorchDispatchMode):
         is_collective = func.namespace in NAMESPACES
         if is_collective and any(_holds(x, sought) for x in inputs):
             self._inherit(func)  # before another row gets it
+        is_new = any(not _holds(x, sought) for x in written)
+        if is_new and any(_holds(x, sought) for x in inputs if id(x) not in targets):
+            self._inherit(func)  # it would be there for good: a weight, a statistic
+            raise self._search.from_outside()
         result = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         if name in _UNSET or gives_views(func):
@@ -147,9 +172,10 @@ def _here() -> _Place:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Those in a tree whose numbers are known."""
+    """Those in a tree whose numbers are known, and that torch can look at."""
     found = (innermost(x) for x in tree_leaves(tree) if isinstance(x, torch.Tensor))
-    return [x for x in found if not (isinstance(x, FakeTensor) or x.is_meta or is_zeros(x))]
+    dense = (x for x in found if x.layout == torch.strided and not x.is_nested)
+    return [x for x in dense if not (isinstance(x, FakeTensor) or x.is_meta or is_zeros(x))]
 
 
 def _is_sought(x: torch.Tensor, sought: Sequence[str]) -> torch.Tensor:
@@ -201,18 +227,17 @@ def find(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sought: tuple[str, ...]
 ) -> None:
     """Run a call in this process, and raise ``FloatingPointError`` if what is sought turns up."""
-    given = _bad_arguments(fun, args, kwargs, sought)
-    search = _Search(sought)
+    search = _Search(sought, fun, _bad_arguments(fun, args, kwargs, sought))
     state = torch.default_generator.get_state()
     try:
         with inline_mode.chosen(True, serial=True):
-            _searched(search, fun, args, kwargs)
+            result = _searched(search, fun, args, kwargs)
     except NotImplementedError:  # what is differentiated from outside has no rows
         torch.default_generator.set_state(state)
         with inline_mode.chosen(True):
-            _searched(search, fun, args, kwargs)
-    if given or search.inherited is not None:
-        raise _from_outside(search, given)
+            result = _searched(search, fun, args, kwargs)
+    if search.given or search.inherited is not None or _bad_leaves(result, "", sought):
+        raise search.from_outside()
 
 
 def _searched(
@@ -225,13 +250,6 @@ def _searched(
     except FloatingPointError as error:
         text = "\n".join([str(error), *(f"  {x}" for x in getattr(error, "__notes__", ()))])
         raise FloatingPointError(text).with_traceback(error.__traceback__) from None
-
-
-def _from_outside(search: _Search, given: list[str]) -> FloatingPointError:
-    what = " or ".join(search.sought)
-    found = given or [f"a tensor that the function closes over holds {what} before the call"]
-    used = [] if search.inherited is None else [search.inherited]
-    return FloatingPointError("\n".join([*found, *used]))
 
 
 def _bad_arguments(
@@ -261,14 +279,21 @@ def is_due() -> bool:
     """Whether a call made now is one that the settings look at: none inside another, or that a
     transform of ``torch.func`` follows.
     """
-    is_inside = _is_checked.get() or _search.get() is not None or axis_stack.bound()
+    search = _search.get()
+    is_inside = _is_checked.get() or axis_stack.bound() or not (search is None or search.runs_once)
     return not (is_inside or is_transformed() or (num_modes() and is_traced()))
 
 
 def checked(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    again: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Any:
-    """Call a function; if its result holds what the settings seek, raise what ``find`` finds."""
+    """Call a function; if its result holds what the settings seek, raise what ``find`` finds.
+    ``again`` is around the second run.
+    """
     sought = config.sought
     kept_args, kept_kwargs = map_tensors(_kept, (args, kwargs))
     state = torch.default_generator.get_state()
@@ -281,7 +306,8 @@ def checked(
     torch.default_generator.set_state(state)  # the second run draws the numbers of the first
     because = "the same call in one process, uncompiled, makes none (torchpmap.debug.find_nan)."
     try:
-        find(fun, kept_args, kept_kwargs, sought)
+        with again():
+            find(fun, kept_args, kept_kwargs, sought)
     except FloatingPointError:
         raise
     except Exception as error:
@@ -298,16 +324,15 @@ def _kept(x: torch.Tensor) -> torch.Tensor:
 
 def stepped(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that may write: only once, so every operation is looked at as it runs."""
-    if _search.get() is not None:
-        return fun(*args, **kwargs)
-    search = _Search(config.sought)
-    given = _bad_arguments(fun, args, kwargs, search.sought)
-    result = _searched(search, fun, args, kwargs)
-    bad = _bad_leaves(result, "the result", search.sought)
-    if bad and (given or search.inherited is not None):
-        raise _from_outside(search, given)
+    sought = config.sought
+    search = _Search(sought, fun, _bad_arguments(fun, args, kwargs, sought), runs_once=True)
+    with assigned(_is_checked, False):  # mapped functions in it are
+        result = _searched(search, fun, args, kwargs)
+    bad = _bad_leaves(result, "the result", sought)
+    if bad and (search.given or search.inherited is not None):
+        raise search.from_outside()
     if bad:
-        raise _in_result(bad, search.sought, "no operation that was looked at made it.")
+        raise _in_result(bad, sought, "no operation that was looked at made it.")
     return result
 
 
