@@ -119,7 +119,7 @@ class Jitted(Generic[_P, _R]):
         try:
             if config.sought and nans.is_due():
                 again = nullcontext if not self._is_traced else _with_numbers_of_next
-                return cast(_R, nans.checked(self, args, kwargs, self._options.name, again))
+                return cast(_R, nans.checked(self, args, kwargs, self._options.name, again=again))
             if not self._is_traced:
                 return cast(_R, self._by_operation(args, kwargs))
             if is_transformed():

@@ -200,7 +200,8 @@ class Mapped(Generic[_P, _R]):
             return outside_dynamo(self, *args, **kwargs)
         try:
             if config.sought and nans.is_due():
-                return cast(_R, nans.checked(self, args, kwargs, self._options.name))
+                name = self._options.name
+                return cast(_R, nans.checked(self, args, kwargs, name, among=self._processes))
             if self._has_statics:
                 args, kwargs = cast(Any, self._split(args, kwargs))
             is_inside = bool(axis_stack.bound() or (num_modes() and is_traced()))
@@ -210,6 +211,12 @@ class Mapped(Generic[_P, _R]):
         except BaseException as error:
             fold(error)
             raise
+
+    def _processes(self) -> Sequence[int]:
+        """Those that have made the latest call."""
+        _, prepared = self._latest
+        devices = () if prepared is None else prepared.grid.axis_devices
+        return sorted({device.process_index for device in devices})
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(kwargs) > 1 and not self._takes_keywords:

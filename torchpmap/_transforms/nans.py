@@ -39,6 +39,7 @@ from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout import axis_stack
 from torchpmap._loops.surroundings import steps
 from torchpmap._runtime import inline_mode
+from torchpmap._runtime.current import job_runtime, process_index
 from torchpmap._sharded.tensor import ShardedTensor, spans_processes
 from torchpmap._trace.environment import named_tensors
 
@@ -289,32 +290,58 @@ def checked(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     name: str,
+    *,
     again: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    among: Callable[[], Sequence[int]] = tuple,
 ) -> Any:
     """Call a function; if its result holds what the settings seek, raise what ``find`` finds.
-    ``again`` is around the second run.
+
+    Args:
+        again: what is around the second run.
+        among: the processes that have made the call and may have rows of their own: all raise if
+            one does.
     """
     sought = config.sought
     kept_args, kept_kwargs = map_tensors(_kept, (args, kwargs))
     state = torch.default_generator.get_state()
     with assigned(_is_checked, True):
         result = fun(*args, **kwargs)
-    bad = _bad_leaves(result, f"the result of {name}", sought)
-    if not bad:
-        return result
-    after = torch.default_generator.get_state()
-    torch.default_generator.set_state(state)  # the second run draws the numbers of the first
-    because = "the same call in one process, uncompiled, makes none (torchpmap.debug.find_nan)."
-    try:
-        with again():
-            find(fun, kept_args, kept_kwargs, sought)
-    except FloatingPointError:
-        raise
-    except Exception as error:
-        because = f"the same call cannot run in one process: {type(error).__name__}: {error}"
-    finally:
-        torch.default_generator.set_state(after)
-    raise _in_result(bad, sought, because)
+    bad, error, because = _bad_leaves(result, f"the result of {name}", sought), None, ""
+    if bad:
+        after = torch.default_generator.get_state()
+        torch.default_generator.set_state(state)  # the second run draws the numbers of the first
+        because = "the same call in one process, uncompiled, makes none (torchpmap.debug.find_nan)."
+        try:
+            with again():
+                find(fun, kept_args, kept_kwargs, sought)
+        except FloatingPointError as found:
+            error, because = found, ""
+        except Exception as other:
+            because = f"the same call cannot run in one process: {type(other).__name__}: {other}"
+        finally:
+            torch.default_generator.set_state(after)
+        error = error or _in_result(bad, sought, because)
+    processes = among()
+    if len(processes) > 1:
+        error = _most_telling(error, bool(because), processes, name)
+    if error is not None:
+        raise error
+    return result
+
+
+def _most_telling(
+    error: FloatingPointError | None, is_vague: bool, processes: Sequence[int], name: str
+) -> FloatingPointError | None:
+    """The same of their errors in all processes: the first that names an operation, if one does."""
+    mine = b"" if error is None else f"{is_vague:d}{error}".encode()
+    answers = job_runtime().exchange(processes, mine, f"looking for NaN in what {name} returns")
+    told = [(text, process) for text, process in zip(answers, processes, strict=True) if text]
+    if not told:
+        return None
+    text, process = min(told, key=lambda each: each[0][:1])
+    found = FloatingPointError(f"{text[1:].decode()}\n  in process {process}")
+    is_mine = process == process_index()
+    return found.with_traceback(error.__traceback__) if error and is_mine else found
 
 
 def _kept(x: torch.Tensor) -> torch.Tensor:
