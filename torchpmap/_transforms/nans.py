@@ -39,9 +39,10 @@ from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout import axis_stack
 from torchpmap._loops.surroundings import steps
 from torchpmap._runtime import inline_mode
-from torchpmap._runtime.current import job_runtime, process_index
+from torchpmap._runtime.current import job_runtime, process_count, process_index
 from torchpmap._sharded.tensor import ShardedTensor, spans_processes
 from torchpmap._trace.environment import named_tensors
+from torchpmap.multihost import all_gather
 
 _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 """What memory holds before it is written says nothing."""
@@ -306,42 +307,53 @@ def checked(
     state = torch.default_generator.get_state()
     with assigned(_is_checked, True):
         result = fun(*args, **kwargs)
-    bad, error, because = _bad_leaves(result, f"the result of {name}", sought), None, ""
-    if bad:
-        after = torch.default_generator.get_state()
-        torch.default_generator.set_state(state)  # the second run draws the numbers of the first
-        because = "the same call in one process, uncompiled, makes none (torchpmap.debug.find_nan)."
-        try:
-            with again():
-                find(fun, kept_args, kept_kwargs, sought)
-        except FloatingPointError as found:
-            error, because = found, ""
-        except Exception as other:
-            because = f"the same call cannot run in one process: {type(other).__name__}: {other}"
-        finally:
-            torch.default_generator.set_state(after)
-        error = error or _in_result(bad, sought, because)
-    processes = among()
-    if len(processes) > 1:
-        error = _most_telling(error, bool(because), processes, name)
-    if error is not None:
-        raise error
-    return result
+    bad, processes = _bad_leaves(result, f"the result of {name}", sought), among()
+    if not any(_from_all(processes, b"bad" * bool(bad), name)):
+        return result
+    after = torch.default_generator.get_state()
+    torch.default_generator.set_state(state)  # the second run draws the numbers of the first
+    because = "the same call in one process, uncompiled, makes none (torchpmap.debug.find_nan)."
+    error = None
+    try:
+        if len(processes) == process_count() > 1:
+            kept_args, kept_kwargs = map_tensors(_whole, (kept_args, kept_kwargs))
+        with again():
+            find(fun, kept_args, kept_kwargs, sought)
+    except FloatingPointError as found:
+        error, because = found, ""
+    except Exception as other:
+        because = f"the same call cannot run in one process: {type(other).__name__}: {other}"
+    finally:
+        torch.default_generator.set_state(after)
+    if because and bad:
+        error = _in_result(bad, sought, because)
+    raise _most_telling(error, bool(because), processes, name)
+
+
+def _from_all(processes: Sequence[int], mine: bytes, name: str) -> list[bytes]:
+    if len(processes) < 2:
+        return [mine]
+    return job_runtime().exchange(processes, mine, f"looking for NaN in what {name} returns")
 
 
 def _most_telling(
     error: FloatingPointError | None, is_vague: bool, processes: Sequence[int], name: str
-) -> FloatingPointError | None:
+) -> FloatingPointError:
     """The same of their errors in all processes: the first that names an operation, if one does."""
-    mine = b"" if error is None else f"{is_vague:d}{error}".encode()
-    answers = job_runtime().exchange(processes, mine, f"looking for NaN in what {name} returns")
-    told = [(text, process) for text, process in zip(answers, processes, strict=True) if text]
-    if not told:
-        return None
-    text, process = min(told, key=lambda each: each[0][:1])
+    told = _from_all(processes, f"{is_vague:d}{error}".encode() if error else b"", name)
+    if error is not None and len(told) == 1:
+        return error
+    text, process = min(
+        ((text, process) for text, process in zip(told, processes, strict=True) if text),
+        key=lambda each: each[0][:1],
+    )
     found = FloatingPointError(f"{text[1:].decode()}\n  in process {process}")
     is_mine = process == process_index()
     return found.with_traceback(error.__traceback__) if error and is_mine else found
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    return all_gather(x).requires_grad_(x.requires_grad) if spans_processes(x) else x
 
 
 def _kept(x: torch.Tensor) -> torch.Tensor:
