@@ -53,6 +53,11 @@ _UNKNOWN = (
     "Python or NumPy, from memory that nothing has set, or from a tensor that is reached otherwise"
 )
 
+_NOT_WITHIN = (
+    "those that it got hold none. Call torchpmap.debug.find_nan on a function that has the "
+    "backward pass inside: it names the operation."
+)
+
 
 @dataclass
 class _Search:
@@ -309,6 +314,7 @@ def checked(
         result = fun(*args, **kwargs)
     bad, processes = _bad_leaves(result, f"the result of {name}", sought), among()
     if not any(_from_all(processes, b"bad" * bool(bad), name)):
+        _look_at_gradients(result, (args, kwargs), name, sought, processes)
         return result
     after = torch.default_generator.get_state()
     torch.default_generator.set_state(state)  # the second run draws the numbers of the first
@@ -328,6 +334,29 @@ def checked(
     if because and bad:
         error = _in_result(bad, sought, because)
     raise _most_telling(error, bool(because), processes, name)
+
+
+def _look_at_gradients(
+    result: Any, given: Any, name: str, sought: tuple[str, ...], processes: Sequence[int]
+) -> None:
+    """Have a backward pass raise if it makes what is sought of the gradients of a call's results:
+    which operation does is known only if it runs in ``find`` too.
+    """
+
+    def look_at(found: Any, cotangents: Any) -> None:
+        bad, error = _bad_leaves(found, "", sought), None
+        if bad and not _bad_leaves(cotangents, "", sought):
+            bad = [(f"a gradient that {name} returns in backward()", bad[0][1])]
+            error = _in_result(bad, sought, _NOT_WITHIN)
+        if any(_from_all(processes, b"bad" * bool(error), name)):
+            raise _most_telling(error, True, processes, name)
+
+    nodes = [
+        {x.grad_fn for x in tree_leaves(tree) if isinstance(x, torch.Tensor)}
+        for tree in (result, given)
+    ]
+    for node in filter(None, nodes[0] - nodes[1]):
+        node.register_hook(look_at)
 
 
 def _from_all(processes: Sequence[int], mine: bytes, name: str) -> list[bytes]:
