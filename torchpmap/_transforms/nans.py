@@ -42,7 +42,6 @@ from torchpmap._runtime import inline_mode
 from torchpmap._runtime.current import job_runtime, process_count, process_index
 from torchpmap._sharded.tensor import ShardedTensor, spans_processes
 from torchpmap._trace.environment import named_tensors
-from torchpmap.multihost import all_gather
 
 _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 """What memory holds before it is written says nothing."""
@@ -382,6 +381,9 @@ def _most_telling(
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
+    """The value with the rows of all processes."""
+    from torchpmap.multihost import all_gather  # which most programs never need
+
     return all_gather(x).requires_grad_(x.requires_grad) if spans_processes(x) else x
 
 
