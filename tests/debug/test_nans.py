@@ -337,6 +337,22 @@ def test_a_mapped_function_in_a_jitted_one_that_writes(inner, compile):
     assert total == 2  # once for each call
 
 
+def test_a_step_may_clean_what_it_is_given():
+    total = torch.zeros(())
+
+    @tp.jit
+    def step(x):
+        padded = torch.zeros(4)
+        padded[:2] = x
+        padded = padded.nan_to_num()
+        total.add_(padded.sum())
+        return padded
+
+    tp.config.debug_nans = True
+    assert step(torch.tensor([1.0, NAN])).tolist() == [1, 0, 0, 0]
+    assert total == 1
+
+
 def test_a_nan_that_the_second_run_does_not_make():
     here = os.getpid()
 

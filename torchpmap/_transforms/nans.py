@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchpmap._base.config import config
 from torchpmap._base.context import assigned
@@ -107,6 +108,8 @@ class _Look(TorchDispatchMode):
         self._forward: dict[int, _Place] = {}
         """Number of a node of autograd -> where its forward operation is."""
         self._next = next_node_number()
+        self._made = WeakTensorKeyDictionary()
+        """The tensors of the run itself."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -128,13 +131,16 @@ class _Look(TorchDispatchMode):
         is_collective = func.namespace in NAMESPACES
         if is_collective and any(_holds(x, sought) for x in inputs):
             self._inherit(func)  # before another row gets it
-        is_new = any(not _holds(x, sought) for x in written)
-        if is_new and any(_holds(x, sought) for x in inputs if id(x) not in targets):
-            self._inherit(func)  # it would be there for good: a weight, a statistic
+        is_kept = any(x not in self._made and not _holds(x, sought) for x in written)
+        if is_kept and any(_holds(x, sought) for x in inputs):
+            self._inherit(func)  # it would be in a weight or a statistic, for good
             raise self._search.from_outside()
         result = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
-        if name in _UNSET or gives_views(func):
+        is_view = gives_views(func)
+        if not is_view or all(x in self._made for x in inputs):
+            self._made.update(dict.fromkeys(_tensors(result), True))
+        if is_view or name in _UNSET:
             return result
         bad = [x for x in (*_tensors(result), *written) if _holds(x, sought)]
         if bad:
