@@ -304,6 +304,7 @@ def checked(
     *,
     again: Callable[[], AbstractContextManager[Any]] = nullcontext,
     among: Callable[[], Sequence[int]] = tuple,
+    gathered: Callable[..., tuple[Any, Any]] | None = None,
 ) -> Any:
     """Call a function; if its result holds what the settings seek, raise what ``find`` finds.
 
@@ -311,6 +312,7 @@ def checked(
         again: what is around the second run.
         among: the processes that have made the call and may have rows of their own: all raise if
             one does.
+        gathered: what makes of arguments those with the rows of all processes.
     """
     sought = config.sought
     kept_args, kept_kwargs = map_tensors(_kept, (args, kwargs))
@@ -326,8 +328,8 @@ def checked(
     because = "the same call in one process, uncompiled, makes none (torchpmap.debug.find_nan)."
     error = None
     try:
-        if len(processes) == process_count() > 1:
-            kept_args, kept_kwargs = map_tensors(_whole, (kept_args, kept_kwargs))
+        if gathered is not None and len(processes) == process_count() > 1:
+            kept_args, kept_kwargs = gathered(kept_args, kept_kwargs)
         with again():
             find(fun, kept_args, kept_kwargs, sought)
     except FloatingPointError as found:
@@ -375,7 +377,7 @@ def _most_telling(
 ) -> FloatingPointError:
     """The same of their errors in all processes: the first that names an operation, if one does."""
     told = _from_all(processes, f"{is_vague:d}{error}".encode() if error else b"", name)
-    if error is not None and len(told) == 1:
+    if error is not None and len(set(told)) == 1:
         return error
     text, process = min(
         ((text, process) for text, process in zip(told, processes, strict=True) if text),
@@ -386,11 +388,15 @@ def _most_telling(
     return found.with_traceback(error.__traceback__) if error and is_mine else found
 
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    """The value with the rows of all processes."""
+def whole(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """The value with the rows of all processes, along ``dim`` if it has only those of this one."""
     from torchpmap.multihost import all_gather  # which most programs never need
 
-    return all_gather(x).requires_grad_(x.requires_grad) if spans_processes(x) else x
+    if dim is not None:
+        found = all_gather(x.movedim(dim, 0), tiled=True).movedim(0, dim)
+    else:
+        found = all_gather(x) if spans_processes(x) else x
+    return found.detach().requires_grad_(x.requires_grad)
 
 
 def _kept(x: torch.Tensor) -> torch.Tensor:
