@@ -215,7 +215,7 @@ def test_what_no_operation_has_made():
     x = torch.tensor([1.0, NAN])
     assert "closes over ('x') holds NaN" in finding(tp.pmap(lambda _: x), torch.ones(2))[0]
     lines = finding(tp.pmap(lambda x: x * torch.tensor([NAN])), torch.ones(2))
-    assert lines[0].startswith("NaN came from outside, and not from an operation")
+    assert lines[0].startswith("NaN came from no operation that was looked at: from numbers of")
     assert lines[1] == "first used by aten.mul.Tensor"
 
 

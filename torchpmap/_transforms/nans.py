@@ -49,10 +49,9 @@ _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "lift_fresh", "lift_fresh_copy"}
 """What moves numbers, also those of the package's own."""
 _UNKNOWN = (
-    "{what} came from outside, and not from an operation: from a tensor that is made of numbers of "
-    "Python or NumPy, from memory that nothing has set, or from a tensor that is reached otherwise"
+    "{what} came from no operation that was looked at: from numbers of Python or NumPy, memory that "
+    "nothing has set, or a tensor that the function finds elsewhere"
 )
-
 _NOT_WITHIN = (
     "those that it got hold none. Call torchpmap.debug.find_nan on a function that has the "
     "backward pass inside: it names the operation."
@@ -199,7 +198,8 @@ def _is_sought(x: torch.Tensor, sought: Sequence[str]) -> torch.Tensor:
 
 
 def _holds(x: torch.Tensor, sought: Sequence[str]) -> bool:
-    return is_inexact(x) and bool(_is_sought(x, sought).any())
+    # nothing is sought if another thread has just switched it off
+    return bool(sought) and is_inexact(x) and bool(_is_sought(x, sought).any())
 
 
 def _count(x: torch.Tensor, sought: Sequence[str]) -> str:
