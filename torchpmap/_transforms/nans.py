@@ -49,8 +49,8 @@ _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "lift_fresh", "lift_fresh_copy"}
 """What moves numbers, also those of the package's own."""
 _UNKNOWN = (
-    "{what} came from no operation that was looked at: from numbers of Python or NumPy, memory that "
-    "nothing has set, or a tensor that the function finds elsewhere"
+    "{what} came from no operation that was looked at: from numbers of Python or NumPy, memory "
+    "that nothing has set, or a tensor that the function finds elsewhere"
 )
 _NOT_WITHIN = (
     "those that it got hold none. Call torchpmap.debug.find_nan on a function that has the "
