@@ -163,6 +163,24 @@ def nan_in_step_731():
 
 
 @fault(
+    "one weight of a model is NaN from the start",
+    "the same",
+    "FloatingPointError: a tensor that the function closes over ('model', 1.bias) holds NaN in 1 "
+    "of 2 numbers of float32[2] before the call",
+    "first used by aten.addmm.default",
+)
+def nan_in_a_weight():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.Linear(2, 2))
+    with torch.no_grad():
+        model[1].bias[0] = float("nan")
+    tp.config.debug_nans = True
+    try:
+        tp.pmap(lambda x: model(x))(X[:, None, None])
+    finally:
+        tp.config.debug_nans = False
+
+
+@fault(
     "two devices send to device 1: `[(0, 1), (1, 2), (2, 1)]`",
     "tracing the call",
     "ValueError: ppermute sources and destinations must be unique, got ((0, 1), (1, 2), (2, 1)).",

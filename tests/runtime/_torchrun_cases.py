@@ -402,3 +402,69 @@ def backward_to_what_all_devices_hold():
 def draw_four() -> Any:
     """For comparison with a single controller."""
     return _drawn(GRAPH, 4)
+
+
+# -- debug_nans ------------------------------------------------------------------------------------
+
+
+def _sought(function: Callable[[Any], Any], given: Any, compile: Any) -> Any:
+    tp.config.debug_nans = True
+    try:
+        return mapped(function, compile)(given)
+    finally:
+        tp.config.debug_nans = False
+
+
+def _rooted(x):
+    return tp.psum(x.sqrt(), AXIS) + x
+
+
+_in_last_row = expect_error(FloatingPointError, f"from -1 to -1\n  in row 3 of 4, axis '{AXIS}'")
+
+
+@in_both_modes(_in_last_row)
+def a_nan_that_only_one_process_has(setting):
+    return _sought(torch.sqrt, mine(2 - X), setting)
+
+
+@in_both_modes(_in_last_row)
+def a_nan_that_one_process_makes_and_all_get(setting):
+    return _sought(_rooted, mine(2 - X), setting)
+
+
+@in_both_modes(expect_error(FloatingPointError, "aten.div.Tensor gave NaN in 1 of 1 numbers"))
+def a_nan_that_only_the_rows_of_all_processes_make(setting):
+    return _sought(lambda x: x * 0 / (tp.psum(x, AXIS) - 6), mine(), setting)
+
+
+@in_both_modes(_in_last_row)
+def a_nan_in_a_value_of_all_processes(setting):
+    return _sought(_rooted, spanning(2 - X), setting)
+
+
+@in_both_modes(expect_rows([6.0, 7.0, 10.0, 15.0]))
+def no_nan_though_it_is_sought(setting):
+    return _sought(_rooted, mine(X**2), setting)
+
+
+@expect_error(FloatingPointError, "in 1 of 4 numbers of float32[4], and its inputs hold none")
+def a_nan_in_a_jitted_function():
+    tp.config.debug_nans = True
+    try:
+        return tp.jit(torch.sqrt, compile=GRAPH)(tp.shard_batch(2 - X))
+    finally:
+        tp.config.debug_nans = False
+
+
+@expect_error(FloatingPointError, "those that it got hold none. Call torchpmap.debug.find_nan on")
+def a_nan_in_the_backward_pass_of_one_process():
+    w = torch.ones((), requires_grad=True)
+    y = _sought(lambda x: (x * w).sqrt(), mine(), GRAPH)
+    (y.sum() * 0).backward()
+
+
+@expect(lambda rank, count: Raised("FloatingPointError", f"\n  in process {count - 1}"))
+def a_captured_nan_of_one_process():
+    is_last = tp.process_index() == tp.process_count() - 1
+    w = torch.tensor(float("nan") if is_last else 1.0)
+    return _sought(lambda x: x * w, mine(), GRAPH)

@@ -62,6 +62,9 @@ is_wrapped = _functorch.is_functorch_wrapped_tensor
 is_vmap_wrapper = _functorch.is_batchedtensor
 """Whether it was a vmap that has wrapped a tensor."""
 
+is_zeros: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+"""Whether a tensor is torch's short form of zeros, which has no memory to read."""
+
 level_of = _functorch.maybe_get_level
 """The level of the transform that has wrapped a tensor (the outermost transform has level 1)."""
 

@@ -87,14 +87,14 @@ class Surroundings:
         return self._streams is not None
 
     @contextlib.contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """A step of a loop in Python."""
+    def step(self, number: int, *, after: int = 0) -> Iterator[None]:
+        """A step of a loop in Python; ``after`` as for ``restored``."""
         streams = self._streams
         with assigned(_steps, (*_steps.get(), number)):
             if streams is None:
                 yield
                 return
-            with repeated(streams, self._draws, torch.tensor(number)):
+            with repeated(streams, self._draws + after, torch.tensor(number)):
                 yield
 
     def advance(self, draws: int) -> None:

@@ -244,8 +244,7 @@ def _in_python(loop: _Loop, init: Parts) -> Tensors:
         if not bool(innermost(goes_on).any()):
             break
         levels, went_on = batched_levels(goes_on), goes_on
-        step = around.restored(torch.tensor(number), after=tested)
-        with axis_stack.parting(levels, loop.name), step:
+        with axis_stack.parting(levels, loop.name), around.step(number, after=tested):
             after = loop.body(carry)
         if levels:
             after = [torch.where(goes_on, new, old) for new, old in zip(after, carry, strict=True)]

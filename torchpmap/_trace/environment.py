@@ -24,7 +24,7 @@ import torch
 
 from torchpmap._base.errors import warn
 from torchpmap._base.sources import is_library
-from torchpmap._trace.reach import MAX_FOLLOWED, Walk
+from torchpmap._trace.reach import MAX_FOLLOWED, Walk, dict_of
 from torchpmap._trace.watched import Watched, code_of
 
 _MAX_UNEXPLAINED = 3
@@ -176,3 +176,18 @@ def parameters(fun: Callable[..., Any]) -> list[torch.Tensor]:
     environment.refresh()
     leaves = [tensor for tensor in environment.tensors() if tensor.is_leaf and tensor.requires_grad]
     return list({id(leaf): leaf for leaf in leaves}.values())
+
+
+def named_tensors(fun: Callable[..., Any]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a function can reach, each with what leads to it: ``'model', 0.weight``."""
+    walk = Walk()
+    walk.run(fun)
+    names: dict[int, str] = {}
+    for each in walk.objects():  # the outermost comes first
+        known = [*(dict_of(each) or {}).items()]
+        if isinstance(each, torch.nn.Module):
+            known = [*each.named_parameters(), *each.named_buffers(), *known]
+        for name, x in known:
+            names.setdefault(id(x), f", {name}")
+    found = zip(walk.origins, walk.tensors, strict=True)
+    return [(origin + names.get(id(x), ""), x) for origin, x in found]

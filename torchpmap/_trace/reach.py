@@ -55,6 +55,8 @@ class Walk:
         self._by_name = by_name
         self.watched = Watched()
         self.tensors: list[torch.Tensor] = []
+        self.origins: list[str] = []
+        """What leads to each."""
         self.unwatched: str | None = None
         """The value that the function closes over and that leads to too many objects."""
         self.stores = Stores()
@@ -71,7 +73,7 @@ class Walk:
         """Watch what ``fun`` reaches; if it is given values, only what these lead to besides."""
         self._run(fun, "the function itself")
         if given:
-            self.watched, self.tensors = Watched(), []
+            self.watched, self.tensors, self.origins = Watched(), [], []
             for value in given:
                 self._run(value, "a static argument")
         self.watched.seal()
@@ -125,7 +127,7 @@ class Walk:
             self._add(item, place.origin)
 
     def _all_attributes(self, value: Any, origin: str) -> None:
-        table = _dict_of(value)
+        table = dict_of(value)
         if table is not None:
             self.watched.add_attributes(value, table, origin)
             for item in list(table.values()):
@@ -303,7 +305,8 @@ class Walk:
 
     def _tensor(self, tensor: torch.Tensor, origin: str) -> None:
         self.tensors.append(tensor)
-        table = _dict_of(tensor)
+        self.origins.append(origin)
+        table = dict_of(tensor)
         if table:
             self._owners.append((table, set(), set(), origin))
         if not is_foreign(type(tensor).__module__):
@@ -321,7 +324,7 @@ def _same_bytes(value: Any, expected: bytes) -> bool:
     return bytes(value) == expected
 
 
-def _dict_of(value: Any) -> dict[str, Any] | None:
+def dict_of(value: Any) -> dict[str, Any] | None:
     """Its attributes, read without calling the user's ``__getattr__``."""
     try:
         table = object.__getattribute__(value, "__dict__")

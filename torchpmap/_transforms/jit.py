@@ -11,7 +11,7 @@ import reprlib
 import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 import torch
@@ -48,6 +48,7 @@ from torchpmap._transforms.jit_program import JitCall, LoweredProgram, Options, 
 from torchpmap._transforms.jit_transforms import Body, Outline
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, outside_dynamo
 from torchpmap._transforms.retraces import Retraces
+from torchpmap.random._streams import peek_key, streams_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -117,7 +118,8 @@ class Jitted(Generic[_P, _R]):
             return cast(_R, fun(*args, **kwargs))
         try:
             if config.sought and nans.is_due():
-                return cast(_R, nans.checked(self, args, kwargs, self._options.name))
+                again = nullcontext if not self._is_traced else _with_numbers_of_next
+                return cast(_R, nans.checked(self, args, kwargs, self._options.name, again=again))
             if not self._is_traced:
                 return cast(_R, self._by_operation(args, kwargs))
             if is_transformed():
@@ -290,6 +292,11 @@ class _Derived(Jitted[..., Any]):
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return cast(list[torch.Tensor], self._run(tuple(tensors), {}))
+
+
+def _with_numbers_of_next() -> AbstractContextManager[None]:
+    """Random numbers are those that the next call of a program draws."""
+    return streams_of(peek_key())
 
 
 def _no_surroundings() -> None:

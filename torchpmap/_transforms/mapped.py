@@ -33,7 +33,7 @@ from torchpmap._base.boundary import boundary, fold
 from torchpmap._base.busy import waiting
 from torchpmap._base.config import config
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
-from torchpmap._base.pytree import flatten_call
+from torchpmap._base.pytree import flatten_call, map_tensors
 from torchpmap._base.torch_internals import (
     any_requires_grad,
     break_graph,
@@ -200,7 +200,9 @@ class Mapped(Generic[_P, _R]):
             return outside_dynamo(self, *args, **kwargs)
         try:
             if config.sought and nans.is_due():
-                return cast(_R, nans.checked(self, args, kwargs, self._options.name))
+                name = self._options.name
+                look = functools.partial(nans.checked, among=self._processes)
+                return cast(_R, look(self, args, kwargs, name, gathered=self._gathered))
             if self._has_statics:
                 args, kwargs = cast(Any, self._split(args, kwargs))
             is_inside = bool(axis_stack.bound() or (num_modes() and is_traced()))
@@ -210,6 +212,17 @@ class Mapped(Generic[_P, _R]):
         except BaseException as error:
             fold(error)
             raise
+
+    def _processes(self) -> Sequence[int]:
+        """Those that have made the latest call."""
+        _, prepared = self._latest
+        devices = () if prepared is None else prepared.grid.axis_devices
+        return sorted({device.process_index for device in devices})
+
+    def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Arguments with the rows of all processes."""
+        found: tuple[Any, Any] = map_tensors(nans.whole, (args, kwargs))
+        return found
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(kwargs) > 1 and not self._takes_keywords:

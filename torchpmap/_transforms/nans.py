@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchpmap._base.config import config
 from torchpmap._base.context import assigned
@@ -30,6 +31,7 @@ from torchpmap._base.torch_internals import (
     innermost,
     is_traced,
     is_transformed,
+    is_zeros,
     next_node_number,
     num_modes,
     written_values,
@@ -38,12 +40,22 @@ from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout import axis_stack
 from torchpmap._loops.surroundings import steps
 from torchpmap._runtime import inline_mode
-from torchpmap._sharded.tensor import ShardedTensor
+from torchpmap._runtime.current import job_runtime, process_count, process_index
+from torchpmap._sharded.tensor import ShardedTensor, spans_processes
+from torchpmap._trace.environment import named_tensors
 
 _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 """What memory holds before it is written says nothing."""
 _COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "lift_fresh", "lift_fresh_copy"}
 """What moves numbers, also those of the package's own."""
+_UNKNOWN = (
+    "{what} came from no operation that was looked at: from numbers of Python or NumPy, memory "
+    "that nothing has set, or a tensor that the function finds elsewhere"
+)
+_NOT_WITHIN = (
+    "those that it got hold none. Call torchpmap.debug.find_nan on a function that has the "
+    "backward pass inside: it names the operation."
+)
 
 
 @dataclass
@@ -51,9 +63,28 @@ class _Search:
     """One run in which every operation is looked at."""
 
     sought: tuple[str, ...]
+    fun: Callable[..., Any]
+    given: list[str]
+    """Which arguments hold what is sought."""
+    runs_once: bool = False
+    """Whether it is the call itself, and mapped functions in it run on the devices."""
     inherited: str | None = None
     """The first operation that got what is sought from outside."""
 
+    def from_outside(self) -> FloatingPointError:
+        """What there is to say if no operation has made it."""
+        found = [
+            f"a tensor that the function closes over ({name}) holds {_count(x, self.sought)} "
+            "before the call"
+            for name, x in named_tensors(self.fun)
+            if not spans_processes(x) and _holds(x, self.sought)
+        ]
+        found = self.given or found or [_UNKNOWN.format(what=" or ".join(self.sought))]
+        return FloatingPointError("\n".join([*found, *filter(None, [self.inherited])]))
+
+
+_Place = tuple[tuple[str, int] | None, tuple[int, ...]]
+"""File and line of the user's code, and the steps of the loops around it."""
 
 _search: ContextVar[_Search | None] = ContextVar("torchpmap_nan_search", default=None)
 _is_checked: ContextVar[bool] = ContextVar("torchpmap_nan_checked", default=False)
@@ -73,8 +104,11 @@ class _Look(TorchDispatchMode):
     def __init__(self, search: _Search) -> None:
         super().__init__()
         self._search = search
-        self._lines: dict[int, tuple[str, int] | None] = {}
+        self._forward: dict[int, _Place] = {}
         """Number of a node of autograd -> where its forward operation is."""
+        self._next = next_node_number()
+        self._made = WeakTensorKeyDictionary()
+        """The tensors of the run itself."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -84,8 +118,10 @@ class _Look(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or is_traced():
             return func(*args, **kwargs)
-        if torch.is_grad_enabled() and autograd_node() is None:  # the node is made just before
-            self._lines.setdefault(next_node_number() - 1, _place())
+        if self._next < next_node_number():  # nodes, one of each transform, are made just before
+            nodes = range(self._next, next_node_number())
+            self._forward |= dict.fromkeys(nodes, self._forward_of(autograd_node()))
+            self._next = nodes.stop
         inputs = _tensors((args, kwargs))
         written = _tensors(written_values(func, args, kwargs))
         targets = set(map(id, written))
@@ -94,9 +130,16 @@ class _Look(TorchDispatchMode):
         is_collective = func.namespace in NAMESPACES
         if is_collective and any(_holds(x, sought) for x in inputs):
             self._inherit(func)  # before another row gets it
+        is_kept = any(x not in self._made and not _holds(x, sought) for x in written)
+        if is_kept and any(_holds(x, sought) for x in inputs):
+            self._inherit(func)  # it would be in a weight or a statistic, for good
+            raise self._search.from_outside()
         result = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
-        if name in _UNSET or gives_views(func):
+        is_view = gives_views(func)
+        if not is_view or all(x in self._made for x in inputs):
+            self._made.update(dict.fromkeys(_tensors(result), True))
+        if is_view or name in _UNSET:
             return result
         bad = [x for x in (*_tensors(result), *written) if _holds(x, sought)]
         if bad:
@@ -115,29 +158,35 @@ class _Look(TorchDispatchMode):
         if self._search.inherited is None:
             self._search.inherited = "\n".join([f"first used by {func}", *self._where()])
 
+    def _forward_of(self, node: Any) -> _Place:
+        """Where an operation is, or that of which a backward pass runs the node."""
+        return _here() if node is None else self._forward.get(node._sequence_nr(), (None, steps()))
+
     def _where(self) -> list[str]:
-        node, own = autograd_node(), _place()
+        node, (own, _) = autograd_node(), _here()
+        place, numbers = self._forward_of(node)
         found = []
         if node is not None:
-            place = self._lines.get(node._sequence_nr())
             of = "" if place is None else f", of the operation at {line(*place)}"
             found.append(f"in the backward pass: {node.name()}{of}")
         if own is not None:  # some passes start in a thread of a row's own
             found.append(f"{'at' if node is None else 'asked for at'} {line(*own)}")
-        for number in steps():
-            found.append(f"in step {number} of a loop, counted from 0")
+        for level, number in enumerate(numbers):
+            found.append(f"in step {number} of a loop{' in it' * bool(level)}, counted from 0")
         return [f"  {each}" for each in found]
 
 
-def _place() -> tuple[str, int] | None:
+def _here() -> _Place:
     frame = next(filter(is_users, users_frames()), None)
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    line_of = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    return line_of, steps()
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Those in a tree whose numbers are known."""
+    """Those in a tree whose numbers are known, and that torch can look at."""
     found = (innermost(x) for x in tree_leaves(tree) if isinstance(x, torch.Tensor))
-    return [x for x in found if not (isinstance(x, FakeTensor) or x.is_meta)]
+    dense = (x for x in found if x.layout == torch.strided and not x.is_nested)
+    return [x for x in dense if not (isinstance(x, FakeTensor) or x.is_meta or is_zeros(x))]
 
 
 def _is_sought(x: torch.Tensor, sought: Sequence[str]) -> torch.Tensor:
@@ -149,7 +198,8 @@ def _is_sought(x: torch.Tensor, sought: Sequence[str]) -> torch.Tensor:
 
 
 def _holds(x: torch.Tensor, sought: Sequence[str]) -> bool:
-    return is_inexact(x) and bool(_is_sought(x, sought).any())
+    # nothing is sought if another thread has just switched it off
+    return bool(sought) and is_inexact(x) and bool(_is_sought(x, sought).any())
 
 
 def _count(x: torch.Tensor, sought: Sequence[str]) -> str:
@@ -189,18 +239,17 @@ def find(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sought: tuple[str, ...]
 ) -> None:
     """Run a call in this process, and raise ``FloatingPointError`` if what is sought turns up."""
-    given = _bad_arguments(fun, args, kwargs, sought)
-    search = _Search(sought)
+    search = _Search(sought, fun, _bad_arguments(fun, args, kwargs, sought))
     state = torch.default_generator.get_state()
     try:
         with inline_mode.chosen(True, serial=True):
-            _searched(search, fun, args, kwargs)
+            result = _searched(search, fun, args, kwargs)
     except NotImplementedError:  # what is differentiated from outside has no rows
         torch.default_generator.set_state(state)
         with inline_mode.chosen(True):
-            _searched(search, fun, args, kwargs)
-    if given or search.inherited is not None:
-        raise _from_outside(search, given)
+            result = _searched(search, fun, args, kwargs)
+    if search.given or search.inherited is not None or _bad_leaves(result, "", sought):
+        raise search.from_outside()
 
 
 def _searched(
@@ -213,13 +262,6 @@ def _searched(
     except FloatingPointError as error:
         text = "\n".join([str(error), *(f"  {x}" for x in getattr(error, "__notes__", ()))])
         raise FloatingPointError(text).with_traceback(error.__traceback__) from None
-
-
-def _from_outside(search: _Search, given: list[str]) -> FloatingPointError:
-    what = " or ".join(search.sought)
-    found = given or [f"a tensor that the function closes over holds {what} before the call"]
-    used = [] if search.inherited is None else [search.inherited]
-    return FloatingPointError("\n".join([*found, *used]))
 
 
 def _bad_arguments(
@@ -249,34 +291,112 @@ def is_due() -> bool:
     """Whether a call made now is one that the settings look at: none inside another, or that a
     transform of ``torch.func`` follows.
     """
-    is_inside = _is_checked.get() or _search.get() is not None or axis_stack.bound()
+    search = _search.get()
+    is_inside = _is_checked.get() or axis_stack.bound() or not (search is None or search.runs_once)
     return not (is_inside or is_transformed() or (num_modes() and is_traced()))
 
 
 def checked(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    *,
+    again: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    among: Callable[[], Sequence[int]] = tuple,
+    gathered: Callable[..., tuple[Any, Any]] | None = None,
 ) -> Any:
-    """Call a function; if its result holds what the settings seek, raise what ``find`` finds."""
+    """Call a function; if its result holds what the settings seek, raise what ``find`` finds.
+
+    Args:
+        again: what is around the second run.
+        among: the processes that have made the call and may have rows of their own: all raise if
+            one does.
+        gathered: what makes of arguments those with the rows of all processes.
+    """
     sought = config.sought
     kept_args, kept_kwargs = map_tensors(_kept, (args, kwargs))
     state = torch.default_generator.get_state()
     with assigned(_is_checked, True):
         result = fun(*args, **kwargs)
-    bad = _bad_leaves(result, f"the result of {name}", sought)
-    if not bad:
+    bad, processes = _bad_leaves(result, f"the result of {name}", sought), among()
+    if not any(_from_all(processes, b"bad" * bool(bad), name)):
+        _look_at_gradients(result, (args, kwargs), name, sought, processes)
         return result
     after = torch.default_generator.get_state()
     torch.default_generator.set_state(state)  # the second run draws the numbers of the first
     because = "the same call in one process, uncompiled, makes none (torchpmap.debug.find_nan)."
+    error = None
     try:
-        find(fun, kept_args, kept_kwargs, sought)
-    except FloatingPointError:
-        raise
-    except Exception as error:
-        because = f"the same call cannot run in one process: {type(error).__name__}: {error}"
+        if gathered is not None and len(processes) == process_count() > 1:
+            kept_args, kept_kwargs = gathered(kept_args, kept_kwargs)
+        with again():
+            find(fun, kept_args, kept_kwargs, sought)
+    except FloatingPointError as found:
+        error, because = found, ""
+    except Exception as other:
+        because = f"the same call cannot run in one process: {type(other).__name__}: {other}"
     finally:
         torch.default_generator.set_state(after)
-    raise _in_result(bad, sought, because)
+    if because and bad:
+        error = _in_result(bad, sought, because)
+    raise _most_telling(error, bool(because), processes, name)
+
+
+def _look_at_gradients(
+    result: Any, given: Any, name: str, sought: tuple[str, ...], processes: Sequence[int]
+) -> None:
+    """Have a backward pass raise if it makes what is sought of the gradients of a call's results:
+    which operation does is known only if it runs in ``find`` too.
+    """
+
+    def look_at(found: Any, cotangents: Any) -> None:
+        bad, error = _bad_leaves(found, "", sought), None
+        if bad and not _bad_leaves(cotangents, "", sought):
+            bad = [(f"a gradient that {name} returns in backward()", bad[0][1])]
+            error = _in_result(bad, sought, _NOT_WITHIN)
+        if any(_from_all(processes, b"bad" * bool(error), name)):
+            raise _most_telling(error, True, processes, name)
+
+    nodes = [
+        {x.grad_fn for x in tree_leaves(tree) if isinstance(x, torch.Tensor)}
+        for tree in (result, given)
+    ]
+    for node in filter(None, nodes[0] - nodes[1]):
+        node.register_hook(look_at)
+
+
+def _from_all(processes: Sequence[int], mine: bytes, name: str) -> list[bytes]:
+    if len(processes) < 2:
+        return [mine]
+    return job_runtime().exchange(processes, mine, f"looking for NaN in what {name} returns")
+
+
+def _most_telling(
+    error: FloatingPointError | None, is_vague: bool, processes: Sequence[int], name: str
+) -> FloatingPointError:
+    """The same of their errors in all processes: the first that names an operation, if one does."""
+    told = _from_all(processes, f"{is_vague:d}{error}".encode() if error else b"", name)
+    if error is not None and len(set(told)) == 1:
+        return error
+    text, process = min(
+        ((text, process) for text, process in zip(told, processes, strict=True) if text),
+        key=lambda each: each[0][:1],
+    )
+    found = FloatingPointError(f"{text[1:].decode()}\n  in process {process}")
+    is_mine = process == process_index()
+    return found.with_traceback(error.__traceback__) if error and is_mine else found
+
+
+def whole(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """The value with the rows of all processes, along ``dim`` if it has only those of this one."""
+    from torchpmap.multihost import all_gather  # which most programs never need
+
+    if dim is not None:
+        found = all_gather(x.movedim(dim, 0), tiled=True).movedim(0, dim)
+    else:
+        found = all_gather(x) if spans_processes(x) else x
+    return found.detach().requires_grad_(x.requires_grad)
 
 
 def _kept(x: torch.Tensor) -> torch.Tensor:
@@ -286,16 +406,15 @@ def _kept(x: torch.Tensor) -> torch.Tensor:
 
 def stepped(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that may write: only once, so every operation is looked at as it runs."""
-    if _search.get() is not None:
-        return fun(*args, **kwargs)
-    search = _Search(config.sought)
-    given = _bad_arguments(fun, args, kwargs, search.sought)
-    result = _searched(search, fun, args, kwargs)
-    bad = _bad_leaves(result, "the result", search.sought)
-    if bad and (given or search.inherited is not None):
-        raise _from_outside(search, given)
+    sought = config.sought
+    search = _Search(sought, fun, _bad_arguments(fun, args, kwargs, sought), runs_once=True)
+    with assigned(_is_checked, False):  # mapped functions in it are
+        result = _searched(search, fun, args, kwargs)
+    bad = _bad_leaves(result, "the result", sought)
+    if bad and (search.given or search.inherited is not None):
+        raise search.from_outside()
     if bad:
-        raise _in_result(bad, search.sought, "no operation that was looked at made it.")
+        raise _in_result(bad, sought, "no operation that was looked at made it.")
     return result
 
 

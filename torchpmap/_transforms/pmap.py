@@ -6,14 +6,16 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 
+import torch
 from torch.compiler import is_dynamo_compiling
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
 from torchpmap._base.torch_internals import break_graph
 from torchpmap._layout import axis_stack
+from torchpmap._transforms import nans
 from torchpmap._transforms.arguments import Options, PmapOptions, make_options, split_statics
-from torchpmap._transforms.call import check_function, name_of
+from torchpmap._transforms.call import Static, check_function, name_of
 from torchpmap._transforms.inline import run_here, run_inline
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, Mapped
 from torchpmap._transforms.row_preparation import RowPreparation
@@ -51,6 +53,19 @@ class Pmapped(Mapped[_P, _R]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return split_statics(self._options, args, kwargs)
+
+    def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        call = self._preparation.arguments_of(*self._split(args, kwargs))
+        if call.spans:
+            return super()._gathered(args, kwargs)
+        leaves = [
+            (x.value if isinstance(x, Static) else x)
+            if axis is None
+            else nans.whole(torch.as_tensor(x), axis)
+            for x, axis in zip(call.leaves, call.axes, strict=True)
+        ]
+        found: tuple[Any, Any] = call.structure.unflatten(leaves)
+        return found
 
     def _run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any], inside: bool) -> Any:
         options = self._options

@@ -123,8 +123,9 @@ def find_nan(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     Raises:
         FloatingPointError: an operation gave NaN, and none of its inputs holds one.  The text has
             the operation, your line, its inputs with their ranges, and the row; in a backward pass
-            the line of the forward operation, in a loop of a mapped function the step.  If there is
-            no such operation, but arguments or captured tensors hold NaN, it says that.
+            the line of the forward operation, in a loop the step.  If there is no such operation,
+            but arguments or captured tensors hold NaN, it names these.  So it does before a NaN
+            from outside is written to what is there after the call.
 
     Example:
         >>> import torch, torchpmap as tp

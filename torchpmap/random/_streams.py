@@ -37,6 +37,7 @@ from torchpmap._base.torch_internals import (
     num_modes,
     outside_modes,
     size_and_randomness,
+    torch_function_off,
     transforms,
 )
 from torchpmap._base.wrapped import without_asking
@@ -69,7 +70,8 @@ def peek_key() -> torch.Tensor:
     """What ``draw_key`` will give next."""
     generator = torch.Generator()
     generator.set_state(torch.default_generator.get_state())
-    return torch.randint(0, _WORD, (2,), generator=generator, device="cpu")
+    with torch_function_off():  # streams around are not asked
+        return torch.randint(0, _WORD, (2,), generator=generator, device="cpu")
 
 
 def are_active() -> bool:
