@@ -75,18 +75,19 @@ def differing(mine: Steps, theirs: Steps, tolerance: float) -> Difference | None
 
 
 def _first(one: Step, other: Step, tolerance: float) -> Difference | None:
+    node = one.node
     for rank in one.values:
         values = one.values[rank], other.values[rank]
         apart, largest = _apart(*values)
         if apart > tolerance * largest:
-            node = one.node
-            given = [
-                _apart(a[rank], b[rank])[0] for a, b in zip(one.inputs, other.inputs, strict=True)
-            ]
-            return Difference(
-                *(operation_of(node), node.name, place_of(node), rank, one.steps, values, apart),
-                max(given, default=0.0),
-            )
+            pairs = zip(one.inputs, other.inputs, strict=True)
+            given = [_apart(mine[rank], theirs[rank]) for mine, theirs in pairs]
+            # where numbers cancel, what is left is as exact as they were
+            if apart > tolerance * max(each for _, each in (*given, (apart, largest))):
+                return Difference(
+                    *(operation_of(node), node.name, place_of(node), rank, one.steps, values),
+                    *(apart, max((each for each, _ in given), default=0.0)),
+                )
     return None
 
 
@@ -194,7 +195,8 @@ class _Compiled(Lockstep):
         if segment is None:
             return (yield from super().computed(node, env, ranks, steps))
         if node not in segment.left:
-            given = {rank: [env[each][rank] for each in segment.given] for rank in ranks}
+            # compiled code takes it that its inputs are contiguous, as those of a plan
+            given = {rank: [env[x][rank].contiguous() for x in segment.given] for rank in ranks}
             segment.code = segment.code or self._code(segment, given[ranks[0]])
             results = {rank: segment.code(given[rank]) for rank in ranks}
             for k, each in enumerate(segment.nodes):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from torchpmap._base.ambient import SETTINGS, applied
 from torchpmap._base.boundary import boundary
@@ -82,8 +82,8 @@ class Replay:
             dtype: run again with floating-point numbers of this dtype, ``torch.float64``.
             backend: run again with all operations between two collectives compiled by this backend
                 of ``torch.compile``, ``"inductor"``.
-            tolerance: the largest difference of two numbers, as a part of the largest number in
-                the tensor; default: 0 against a file, else 0.001.
+            tolerance: the largest difference of two numbers, as a part of the largest number that
+                the operation takes or gives; default: 0 against a file, else 0.001.
 
         Raises:
             ValueError: not exactly one of the three is given, or the graphs are different ones.
@@ -92,6 +92,11 @@ class Replay:
         if sum(given) != 1:
             raise ValueError("bisect takes one of against, dtype and backend.")
         other = self._recorded if against is None else load(against)
+        if _shape(other.graph) != _shape(self._recorded.graph):
+            raise ValueError(
+                f"bisect: {self.call} and {other.facts.call} run different graphs: compare two "
+                "calls of one function, with arguments of the same shapes and dtypes."
+            )
         allowed = (0.0 if against is not None else 1e-3) if tolerance is None else tolerance
         variant = plain if backend is None else compiled_by(backend)
         variant = variant if dtype is None else in_dtype(dtype)
@@ -247,6 +252,12 @@ class _Watch:
 def _is_at(node: Node, at: str) -> bool:
     file, number = file_and_line(node) or ("", 0)
     return at == node.name or os.path.join("", f"{file}:{number}").endswith(os.path.join("", at))
+
+
+def _shape(graph: GraphModule) -> list[Any]:
+    """What two runs of one graph have in common."""
+    modules = [module for module in graph.modules() if isinstance(module, GraphModule)]
+    return [(node.name, str(node.target)) for module in modules for node in module.graph.nodes]
 
 
 def _has_nan(x: Any) -> bool:
