@@ -177,3 +177,16 @@ class JobRuntime(Runtime, Protocol):
 
     def group_of_all(self) -> str:
         """Name of a process group of all processes, which carries CPU tensors."""
+
+
+@runtime_checkable
+class PoolRuntime(Runtime, Protocol):
+    """The runtime of one controller, whose workers can be lost one by one."""
+
+    def loss(self, handle: Any, place: int) -> BaseException | None:
+        """Why the block at this place of the value's team is lost, once that is known; None if it
+        is there.
+        """
+
+    def lost(self, team: Team, error: BaseException) -> Handle:
+        """A value whose every use raises (a copy of) this error."""

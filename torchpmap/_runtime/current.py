@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torchpmap._base import ending
@@ -26,7 +27,7 @@ from torchpmap._base.devices import (
 from torchpmap._base.errors import RuntimeClosed
 from torchpmap._layout import axis_stack
 from torchpmap._runtime import inline_mode
-from torchpmap._runtime.base import JobRuntime, Runtime
+from torchpmap._runtime.base import JobRuntime, PoolRuntime, Runtime
 from torchpmap._runtime.torchrun.launcher import JobPlace, found_place
 from torchpmap._runtime.torchrun.placement import devices_of
 
@@ -165,21 +166,51 @@ def _restart_or_raise(ended: Runtime) -> None:
 
 
 def _start(wanted: tuple[Device, ...]) -> None:
-    # the runtimes import multiprocessing's and torch's process machinery: not needed before the
-    # first start
     global _runtime
     atexit.unregister(_end)
+    _runtime = _made(wanted)
+    atexit.register(_end)
+
+
+def _made(wanted: tuple[Device, ...]) -> Runtime:
+    # the runtimes import multiprocessing's and torch's process machinery: not needed before the
+    # first start
     if _place is not None:
         from torchpmap._runtime.torchrun.runtime import TorchrunRuntime
 
-        _runtime = TorchrunRuntime(_place, wanted[0].platform, config.snapshot())
-    else:
-        from torchpmap._runtime.local.process import preload
-        from torchpmap._runtime.local.runtime import LocalRuntime
+        return TorchrunRuntime(_place, wanted[0].platform, config.snapshot())
+    from torchpmap._runtime.local.process import preload
+    from torchpmap._runtime.local.runtime import LocalRuntime
 
-        preload()
-        _runtime = LocalRuntime(len(wanted), wanted[0].platform, config.snapshot())
-    atexit.register(_end)
+    preload()
+    return LocalRuntime(len(wanted), wanted[0].platform, config.snapshot())
+
+
+def is_running() -> bool:
+    """Whether there is a pool that has not been shut down."""
+    return _runtime is not None and not _runtime.closed
+
+
+@contextmanager
+def changing(num_devices: int) -> Iterator[tuple[PoolRuntime, PoolRuntime]]:
+    """The running pool, and a new one that takes its place when the block ends.
+
+    If the block raises, the new one is ended and the old one goes on.
+    """
+    global _runtime, _planned
+    with _lock:
+        old = runtime()
+        kind = old.devices[0].platform
+        settings = replace(config.snapshot(), num_devices=num_devices, device_type=kind)
+        new = _made(_enumerate(settings))
+        assert isinstance(old, PoolRuntime) and isinstance(new, PoolRuntime)  # nothing is launched
+        try:
+            yield old, new
+            _runtime, _planned = new, new.devices
+        except BaseException:
+            new.close()
+            raise
+    old.close()
 
 
 def _limit() -> None:

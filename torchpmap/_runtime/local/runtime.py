@@ -336,6 +336,14 @@ class LocalRuntime:
     def check(self, handle: Handle) -> None:
         self._check(handle, handle.team.ranks)
 
+    def loss(self, handle: Any, place: int) -> BaseException | None:
+        if self._pool.broken:  # which values are lost is known after the repair
+            self._pool.repair(handle.seq)
+        return self._losses.of_value(handle.era, handle.seq, handle.team.ranks[place : place + 1])
+
+    def lost(self, team: Team, error: BaseException) -> Handle:
+        return _Stored(0, 0, team, self._losses.era_of(error))  # no value has the number 0
+
     def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
         return [mine]
 
