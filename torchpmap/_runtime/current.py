@@ -203,7 +203,8 @@ def changing(num_devices: int) -> Iterator[tuple[PoolRuntime, PoolRuntime]]:
         kind = old.devices[0].platform
         settings = replace(config.snapshot(), num_devices=num_devices, device_type=kind)
         new = _made(_enumerate(settings))
-        assert isinstance(old, PoolRuntime) and isinstance(new, PoolRuntime)  # nothing is launched
+        assert isinstance(old, PoolRuntime)  # nothing is launched
+        assert isinstance(new, PoolRuntime)
         try:
             yield old, new
             _runtime, _planned = new, new.devices

@@ -75,7 +75,7 @@ ShardedTensor(7., replicated on cpu:0 cpu:1))
     """
     _refuse_where_impossible()
     before = tuple(current.devices())
-    if isinstance(devices, int):
+    if type(devices) is int:
         num_devices, kept = devices, before[: max(devices, 0)]
     else:
         kept = _remaining(devices, before)
