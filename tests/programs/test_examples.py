@@ -229,6 +229,11 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[int, str], tuple[str, ...]]] = {
         0: "4 devices, 2 for data, 2 for model",
         2: "the gradients of all weights are those of one device, with jit and by hand",
     }, ()),
+    "resize": (("--devices", "4", "--quick"), {
+        0: "step 5: device 1 of 4 is lost",
+        1: "going on with 3",
+        2: "after 10 steps the weights are those of one device, to 1e-12",
+    }, ()),
     # 16 bytes are counters, one for each of 4 weights, which all devices have
     "fsdp": (("--devices", "4", "--quick", "--no-compile"), {
         0: "... as on one device",
@@ -236,8 +241,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[int, str], tuple[str, ...]]] = {
         2: "the same by hand",
     }, ()),
 }  # fmt: skip
-ON_FOUR = ("shard_map_matmul", "tensor_parallel", "fsdp")
-"""These need four devices, and so are not launched as two processes."""
+ON_FOUR = ("shard_map_matmul", "tensor_parallel", "fsdp", "resize")
+"""These need four devices (or one controller), and so are not launched as two processes."""
 
 
 @pytest.mark.parametrize("name", mostly_long(COMMANDS, *ON_FOUR))

@@ -51,7 +51,7 @@ def init(num_devices: int | None = None, device_type: str | None = None) -> None
     with the first value or call.
 
     Calling it is optional: the first use of torchpmap does the same with defaults.  Values of an
-    ended pool are gone.
+    ended pool are gone; ``resize`` keeps them.
 
     Args:
         num_devices: number of devices; default: ``TORCHPMAP_NUM_DEVICES``, else all GPUs, else one
