@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torchpmap._base import ending
@@ -40,7 +39,10 @@ _READ_AT_START = frozenset({*_CHOOSES, "warm", "shared_memory"})
 """Settings that devices read when they start; the first choose which devices there are."""
 
 _lock = threading.RLock()  # guards _runtime and _planned
+steady = threading.RLock()  # taken before _lock; no pool gives way to another meanwhile
 _runtime: Runtime | None = None
+_leaving: PoolRuntime | None = None
+"""The pool whose values ``change`` moves; there is no other meanwhile, so other threads wait."""
 _planned: tuple[Device, ...] | None = None
 _place: JobPlace | None = None  # of this process, if _planned are the devices of several
 
@@ -101,7 +103,7 @@ def shutdown() -> None:
     """
     global _runtime, _planned
     refuse_inside("shutdown")
-    ended = _runtime
+    ended = _runtime or _leaving
     try:
         if ended is not None:
             ended.close()
@@ -141,6 +143,8 @@ def runtime() -> Runtime:
         ending.sleep_if_ending()
         raise RuntimeClosed("the script is ending, and its devices have been shut down")
     with _lock:
+        if _leaving is not None:  # a finalizer, in the thread that moves values
+            return _leaving
         if _runtime is None or (_runtime.closed and _planned is None):
             _start(tuple(devices()))
         elif _runtime.closed:
@@ -162,6 +166,7 @@ def _restart_or_raise(ended: Runtime) -> None:
     """
     if ended.forked or _place is not None:
         ended.insist()
+    ended.close()
     _start(ended.devices)
 
 
@@ -187,31 +192,53 @@ def _made(wanted: tuple[Device, ...]) -> Runtime:
 
 
 def is_running() -> bool:
-    """Whether there is a pool that has not been shut down."""
+    """Whether there is a pool that works."""
     return _runtime is not None and not _runtime.closed
 
 
-@contextmanager
-def changing(num_devices: int) -> Iterator[tuple[PoolRuntime, PoolRuntime]]:
-    """The running pool, and a new one that takes its place when the block ends.
+def has_values() -> bool:
+    """Whether there is a pool whose workers have not ended."""
+    return isinstance(_runtime, PoolRuntime) and not _runtime.ended
 
-    If the block raises, the new one is ended and the old one goes on.
+
+def change(
+    num_devices: int, carry: Callable[[PoolRuntime, PoolRuntime], Callable[[bool], None]]
+) -> None:
+    """Put a new pool in the place of the old one.
+
+    ``carry(old, new)`` copies values and returns a function: called with True, it gives them to
+    their owners; with False it takes them back.  If something raises, the new pool is ended and the
+    old one goes on.
     """
-    global _runtime, _planned
-    with _lock:
-        old = runtime()
-        kind = old.devices[0].platform
-        settings = replace(config.snapshot(), num_devices=num_devices, device_type=kind)
-        new = _made(_enumerate(settings))
-        assert isinstance(old, PoolRuntime)  # nothing is launched
-        assert isinstance(new, PoolRuntime)
+    global _runtime, _planned, _leaving
+    with steady, _lock:
+        old = _runtime
+        assert isinstance(old, PoolRuntime)  # the caller knows
+        settings = replace(
+            config.snapshot(), num_devices=num_devices, device_type=old.devices[0].platform
+        )
+        wanted = _enumerate(settings)
+        new: Runtime | None = None
+        switch: Callable[[bool], None] | None = None
         try:
-            yield old, new
-            _runtime, _planned = new, new.devices
-        except BaseException:
-            new.close()
+            _runtime, _leaving = None, old
+            new = _made(wanted)
+            assert isinstance(new, PoolRuntime)
+            with old.readable():
+                switch = carry(old, new)
+            switch(True)
+            _runtime, _planned, _leaving = new, new.devices, None
+        except BaseException:  # Ctrl-C may come anywhere
+            if _leaving is not None:
+                if switch is not None:
+                    switch(False)
+                _runtime, _leaving = old, None
+                if new is not None:
+                    new.close()
             raise
-    old.close()
+        finally:
+            if _runtime is new:
+                old.close()
 
 
 def _limit() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,11 +81,10 @@ ShardedTensor(7., replicated on cpu:0 cpu:1))
     else:
         kept = _remaining(devices, before)
         num_devices = len(kept)
-    if not current.is_running():
+    if not current.has_values():
         current.init(num_devices, before[0].platform)
     elif num_devices != len(before) or kept != before:
-        with current.changing(num_devices) as (old, new):
-            _carry(old, new, dict(zip(kept, new.devices, strict=False)))
+        current.change(num_devices, partial(_carry, kept))
 
 
 def _refuse_where_impossible() -> None:
@@ -124,10 +124,11 @@ def _remaining(devices: Any, before: tuple[Device, ...]) -> tuple[Device, ...]:
     return chosen
 
 
-def _carry(old: PoolRuntime, new: PoolRuntime, places: dict[Device, Device]) -> None:
-    """Give all tensors of the old pool the same values in the new one; ``places``: of the devices
-    that remain.
+def _carry(kept: Sequence[Device], old: PoolRuntime, new: PoolRuntime) -> Callable[[bool], None]:
+    """Copy all values to the new pool, and return a function that lets the tensors refer to the
+    copies (True) or again to the old ones (False); ``kept``: the devices that remain.
     """
+    places = dict(zip(kept, new.devices, strict=False))
     carried: dict[tuple[Layout, Handle], tuple[Layout, Handle]] = {}
     while True:  # a view may have been made of one meanwhile
         tensors = [(x, (x._layout, x._handle)) for x in _living(old)]
@@ -137,13 +138,12 @@ def _carry(old: PoolRuntime, new: PoolRuntime, places: dict[Device, Device]) -> 
         for layout, handle in missing:
             where = _layout_on(layout, _new_devices(layout, old, new, places))
             carried[layout, handle] = where, _carried(layout, handle, where, new)
-    try:
+
+    def switch(is_new: bool) -> None:
         for tensor, key in tensors:
-            tensor._layout, tensor._handle = carried[key]
-    except BaseException:  # Ctrl-C
-        for tensor, key in tensors:
-            tensor._layout, tensor._handle = key
-        raise
+            tensor._layout, tensor._handle = carried[key] if is_new else key
+
+    return switch
 
 
 def _living(owner: PoolRuntime) -> list[Any]:
