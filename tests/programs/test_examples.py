@@ -229,10 +229,11 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[int, str], tuple[str, ...]]] = {
         0: "4 devices, 2 for data, 2 for model",
         2: "the gradients of all weights are those of one device, with jit and by hand",
     }, ()),
-    "resize": (("--devices", "4", "--quick"), {
+    "resize": (("--devices", "4", "--quick", "--no-compile"), {
         0: "step 5: device 1 of 4 is lost",
-        1: "going on with 3",
-        2: "after 10 steps the weights are those of one device, to 1e-12",
+        1: "with pmap: the losses are those of 3 devices, ... at the end",
+        2: "step 5: device 1 of 4 is lost",
+        3: "with jit: the losses are those of 3 devices, ... at the end",
     }, ()),
     # 16 bytes are counters, one for each of 4 weights, which all devices have
     "fsdp": (("--devices", "4", "--quick", "--no-compile"), {

@@ -1,14 +1,28 @@
 """Covers: torchpmap.resize: values, functions and training go on with other devices."""
 
+import contextlib
 import gc
 import os
 import resource
+import sys
+import threading
 
 import pytest
 import torch
-from _support import EAGER, eagerly, is_running, kill, num_fds, worker_pids
+from _support import (
+    EAGER,
+    beside,
+    eagerly,
+    is_running,
+    kill,
+    num_fds,
+    running_pool,
+    wait_for,
+    worker_pids,
+)
 
 import torchpmap as tp
+from torchpmap._runtime import current
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -261,6 +275,54 @@ def test_what_only_a_dead_worker_had_is_lost_and_stays_so():
     assert torch.equal((cut + copies).cpu(), X + X)
 
 
+def lose_for_good(rank):
+    """Kill each worker of a rank as soon as there is one, until the pool is given up."""
+    pool = running_pool()
+
+    def strike():
+        killed = set()
+        while pool.closed_because is None:
+            worker = pool.workers[rank]
+            if worker.pid is not None and worker not in killed:
+                worker.kill()
+                killed.add(worker)
+
+    with beside(strike):
+        while pool.closed_because is None:
+            with contextlib.suppress(tp.WorkerDied, tp.RuntimeClosed):
+                pool.repair()
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["", "another dies meanwhile"])
+def test_a_device_that_gets_no_worker_any_more_costs_only_what_it_had_alone(dies):
+    pids = worker_pids()
+    copies, cut, half = tp.replicate(X), tp.shard_batch(X), put(X, (2, 2), "a")
+    alone = [tp.device_put(X, device) for device in tp.devices()]
+    lose_for_good(2)
+    with pytest.raises(tp.RuntimeClosed, match=r"died: .*\. torchpmap.resize with"):
+        copies.cpu()
+    if dies:
+        running_pool().workers[0].kill()
+    tp.resize([device for device in tp.devices() if device.id != 2])
+    assert not any(map(is_running, pids))
+    assert tp.device_count() == 3
+    for kept in (copies, half, alone[1], alone[3], *([] if dies else [alone[0]])):
+        assert torch.equal(kept.cpu(), X)
+    for lost in (cut, alone[2], *([alone[0]] if dies else [])):
+        with pytest.raises(tp.ShardLost, match="cpu:[02] is lost: .* died"):
+            lost.cpu()
+    assert eagerly(lambda x: tp.psum(x, "i"), "i")(torch.ones(3)).tolist() == [3.0] * 3
+
+
+def test_without_resize_a_pool_that_was_given_up_is_replaced():
+    copies, pids = tp.replicate(X), worker_pids()
+    lose_for_good(2)
+    assert not set(worker_pids()) & set(pids)
+    assert wait_for(lambda: not any(map(is_running, pids)))
+    with pytest.raises(tp.RuntimeClosed, match="cannot be started or repaired"):
+        copies.cpu()
+
+
 def test_the_result_of_a_call_that_failed_raises_what_it_raised():
     y = tp.pmap(lambda x, k: x[k], compile=EAGER)(torch.ones(4, 3), torch.tensor([0, 9, 0, 0]))
     tp.resize(2)
@@ -289,6 +351,72 @@ def test_a_failure_on_the_way_changes_nothing():
     assert worker_pids() == pids
     assert tp.device_count() == 4
     assert torch.equal((x + cut).cpu(), X + X)
+
+
+def interrupt_at(number, function):
+    """Call a function; Ctrl-C comes before line ``number`` of what puts one pool for another."""
+    ours = {current.change.__code__}
+    lines = 0
+
+    def trace(frame, event, arg):
+        nonlocal lines
+        if frame.f_code.co_name == "switch":
+            ours.add(frame.f_code)
+        if frame.f_code not in ours:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == number:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_ctrl_c_at_any_line_leaves_the_old_devices_or_the_new_ones():
+    x, cut, found, number = tp.replicate(X), tp.shard_batch(X), set(), 0
+    goal, fds = 3, {}
+    while True:
+        number += 1
+        was_interrupted = interrupt_at(number, lambda: tp.resize(goal))  # noqa: B023
+        n = tp.device_count()
+        assert torch.equal((x + cut).cpu(), X + X)
+        assert len(worker_pids(n)) == n
+        assert num_fds() <= fds.setdefault(n, num_fds()) + 8
+        if not was_interrupted:
+            break
+        found.add(n == goal)
+        goal = 7 - n
+    assert found == {False, True}
+
+
+def test_calls_and_batches_of_other_threads_go_on():
+    """Calls wait for the new devices; what ``prefetch`` has loaded moves too."""
+    f = eagerly(lambda x: tp.psum(x, "i"), "i", in_axes=None, axis_size=1)
+    over, results = threading.Event(), []
+
+    def call():
+        while not over.is_set():
+            results.append(f(torch.ones(())).item())
+
+    batches = [torch.arange(12.0) + k for k in range(6)]
+    with beside(call):
+        try:
+            for k, batch in enumerate(tp.prefetch(batches)):
+                tp.resize(3 - k % 2)
+                assert torch.equal(batch.cpu(), batches[k])
+            assert wait_for(lambda: results)
+        finally:
+            over.set()
+    assert set(results) == {1.0}
 
 
 # --- what is refused ------------------------------------------------------------------------------

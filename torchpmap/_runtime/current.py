@@ -228,17 +228,17 @@ def change(
                 switch = carry(old, new)
             switch(True)
             _runtime, _planned, _leaving = new, new.devices, None
+            old.close()
         except BaseException:  # Ctrl-C may come anywhere
-            if _leaving is not None:
-                if switch is not None:
-                    switch(False)
-                _runtime, _leaving = old, None
-                if new is not None:
-                    new.close()
-            raise
-        finally:
-            if _runtime is new:
+            if new is not None and _runtime is new:
                 old.close()
+                raise
+            if switch is not None:
+                switch(False)
+            _runtime, _leaving = old, None
+            if new is not None:
+                new.close()
+            raise
 
 
 def _limit() -> None:

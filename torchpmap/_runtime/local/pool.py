@@ -446,8 +446,7 @@ class Pool:
         self.limits.clear()
         self._on_repaired({death.rank for death in verdict.deaths})
         with self._state_lock:  # there may be a new failure already
-            self.broken = self._supervisor.phase is not Phase.HEALTHY
-            self.broken = self.broken or self.closed_because is not None
+            self.broken = self._supervisor.phase is not Phase.HEALTHY or bool(self.closed_because)
 
     def reopen(self) -> None:
         """After ``stop``: let values be fetched from the workers that are left."""
