@@ -309,7 +309,7 @@ def test_a_device_that_gets_no_worker_any_more_costs_only_what_it_had_alone(dies
     for kept in (copies, half, alone[1], alone[3], *([] if dies else [alone[0]])):
         assert torch.equal(kept.cpu(), X)
     for lost in (cut, alone[2], *([alone[0]] if dies else [])):
-        with pytest.raises(tp.ShardLost, match="cpu:[02] is lost: .* died"):
+        with pytest.raises(tp.ShardLost, match=r"cpu:[02] is lost: .* died"):
             lost.cpu()
     assert eagerly(lambda x: tp.psum(x, "i"), "i")(torch.ones(3)).tolist() == [3.0] * 3
 

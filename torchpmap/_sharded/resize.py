@@ -47,10 +47,10 @@ def resize(devices: int | Sequence[Device]) -> None:
     * on some of the devices: on those of them that remain, or on the first device.
 
     A value that only a worker that has died had raises ``ShardLost`` when it is used, as before.
-    What has a copy on another device keeps its value.
+    What has a copy on another device keeps its value, also where no worker could be started again.
 
-    It waits for calls that run.  No other thread may start calls meanwhile: what these return is
-    lost.  For a moment there are two pools, each with all values.
+    It waits for calls that run, and calls of other threads wait for it.  What one of these returns
+    that had begun just before may be lost.  For a moment there are two pools, each with all values.
 
     Args:
         devices: how many; or those of ``tp.devices()`` that remain, of which the k-th is device k
