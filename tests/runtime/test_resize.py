@@ -291,6 +291,7 @@ def lose_for_good(rank):
         while pool.closed_because is None:
             with contextlib.suppress(tp.WorkerDied, tp.RuntimeClosed):
                 pool.repair()
+    return pool
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["", "another dies meanwhile"])
@@ -298,11 +299,11 @@ def test_a_device_that_gets_no_worker_any_more_costs_only_what_it_had_alone(dies
     pids = worker_pids()
     copies, cut, half = tp.replicate(X), tp.shard_batch(X), put(X, (2, 2), "a")
     alone = [tp.device_put(X, device) for device in tp.devices()]
-    lose_for_good(2)
+    given_up = lose_for_good(2)
     with pytest.raises(tp.RuntimeClosed, match=r"died: .*\. torchpmap.resize with"):
         copies.cpu()
     if dies:
-        running_pool().workers[0].kill()
+        given_up.workers[0].kill()
     tp.resize([device for device in tp.devices() if device.id != 2])
     assert not any(map(is_running, pids))
     assert tp.device_count() == 3
