@@ -78,6 +78,9 @@ _WAITS_FOR = ("starting the workers", "waiting for the devices after a failure")
 class Pool:
     """One worker per device (owner: the runtime, which must call ``close``)."""
 
+    ended = False  # whether the workers were told to end
+    _is_wreck = False  # some ranks have no worker, and values are only fetched
+
     def __init__(
         self,
         devices: Sequence[Device],
@@ -103,7 +106,6 @@ class Pool:
         self._actions: queue.SimpleQueue[Action] = queue.SimpleQueue()  # monitor -> repairer
         self._unfinished: Action | None = None  # in which the last repairer failed
         self._replaced: set[int] = set()  # the ranks for which that action is done
-        self._is_wreck = False  # some ranks have no worker, and values are only fetched
         self._killed: dict[int, str] = {}  # by rank, why the pool has killed its worker
         self._repairs = threading.RLock()  # guards the beginning of a repair
         self._repair_in_progress: futures.Future[None] | None = None
@@ -115,7 +117,6 @@ class Pool:
         self._closed_by: BaseException | None = None
         self._closing = threading.Lock()  # taken for good by the thread that closes the pool
         self._closer: int | None = None
-        self.ended = False  # whether the workers were told to
         self._closed = threading.Event()
         self._drain_begin = math.inf
         self._crew = Crew(
@@ -453,8 +454,7 @@ class Pool:
         self._is_wreck, self.closed_because = True, None
         with self._state_lock:
             verdict = self._supervisor.go_on()
-        ends = {death.rank: self._progress[death.rank] for death in verdict.deaths}
-        self._completed = ends | self._completed
+        self._completed = {d.rank: self._progress[d.rank] for d in verdict.deaths} | self._completed
         self.groups.clear()
         self._perform(Regroup(self._supervisor.epoch))  # what failed obeys again
         self._resume(verdict)
