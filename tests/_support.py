@@ -5,6 +5,7 @@ import functools
 import gc
 import itertools
 import os
+import signal
 import threading
 import time
 from collections import defaultdict
@@ -300,6 +301,12 @@ def worker_pids(num_devices: int = 4) -> list[int]:
     """Process id of the worker of every device, asked of the workers themselves."""
     ask = tp.pmap(lambda x: torch.tensor(os.getpid()), compile=False)
     return ask(torch.zeros(num_devices)).tolist()
+
+
+def kill(pid: int) -> None:
+    """End a worker and wait until the controller knows it."""
+    os.kill(pid, signal.SIGKILL)
+    assert wait_for(lambda: running_pool().broken)
 
 
 def known_pids() -> list[int | None]:

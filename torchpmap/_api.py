@@ -73,6 +73,7 @@ from torchpmap._sharded.device_put import (
     unreplicate,
 )
 from torchpmap._sharded.global_view import from_dtensor, global_view, local_view, to_dtensor
+from torchpmap._sharded.resize import resize
 from torchpmap._sharded.tensor import Shard, ShardedTensor
 from torchpmap._trace.dynamic_slices import (
     dynamic_index_in_dim,
@@ -164,6 +165,7 @@ __all__ = [
     "pswapaxes",
     "ragged_all_to_all",
     "replicate",
+    "resize",
     "scan",
     "set_mesh",
     "shard_batch",

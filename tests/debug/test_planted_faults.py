@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from _support import kill, worker_pids
 
 import torchpmap as tp
 
@@ -272,6 +273,21 @@ def killed_in_a_step():
         return tp.psum(x, "i")
 
     tp.pmap(step, "i", compile=False)(X).block_until_ready()
+
+
+@fault(
+    "the same, between two steps; device 2 must not come back",
+    "[`tp.resize` without it](faults.md#going-on-with-fewer-devices)",
+    "ShardedTensor([1., 2.], replicated on cpu:0 cpu:1 cpu:2)",
+    "ShardLost: the shard on device cpu:2 is lost: the worker of device cpu:2 (rank 2, pid ...) "
+    "died: ... Values that do not live on that device are intact; compute or load this one again.",
+)
+def gone_for_good():
+    weights, rows = tp.replicate(torch.tensor([1.0, 2.0])), tp.shard_batch(X)
+    kill(worker_pids()[2])
+    tp.resize([device for device in tp.devices() if device.id != 2])
+    print(weights)
+    rows.cpu()
 
 
 @fault(

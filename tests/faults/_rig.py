@@ -88,12 +88,6 @@ def assert_pool_works() -> None:
     assert eagerly(lambda x: tp.pmax(x, "i"))(rows).tolist() == [3.0] * N
 
 
-def kill(pid: int) -> None:
-    """End a worker and wait until the controller knows it."""
-    os.kill(pid, signal.SIGKILL)
-    assert wait_for(lambda: running_pool().broken)
-
-
 @contextlib.contextmanager
 def survivors(*dead: int) -> Iterator[None]:
     """Of the values on ``dead`` ranks the block costs those shards, of the others nothing."""

@@ -15,14 +15,13 @@ from _rig import (
     assert_pool_works,
     busy,
     eagerly,
-    kill,
     rows,
     sharded,
     survivors,
     total,
     within,
 )
-from _support import DEVICE, LAGS, SCALE, beside, live_tensors, running_pool, worker_pids
+from _support import DEVICE, LAGS, SCALE, beside, kill, live_tensors, running_pool, worker_pids
 
 import torchpmap as tp
 

@@ -15,7 +15,6 @@ from _rig import (
     assert_pool_works,
     eagerly,
     failure,
-    kill,
     on_rank,
     rows,
     sharded,
@@ -23,7 +22,16 @@ from _rig import (
     total,
     within,
 )
-from _support import DEVICE, beside, is_running, known_pids, running_pool, wait_for, worker_pids
+from _support import (
+    DEVICE,
+    beside,
+    is_running,
+    kill,
+    known_pids,
+    running_pool,
+    wait_for,
+    worker_pids,
+)
 
 import torchpmap as tp
 from torchpmap._runtime.local.forkserver import server

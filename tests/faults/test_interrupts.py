@@ -11,7 +11,6 @@ from _rig import (
     eagerly,
     endless_loop,
     interrupted_after,
-    kill,
     long_sleep,
     loop_of_c,
     on_rank,
@@ -24,7 +23,7 @@ from _rig import (
     until_interrupted,
     within,
 )
-from _support import DEVICE, beside, mostly_long, running_pool, wait_for, worker_pids
+from _support import DEVICE, beside, kill, mostly_long, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 

@@ -229,6 +229,12 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[int, str], tuple[str, ...]]] = {
         0: "4 devices, 2 for data, 2 for model",
         2: "the gradients of all weights are those of one device, with jit and by hand",
     }, ()),
+    "resize": (("--devices", "4", "--quick", "--no-compile"), {
+        0: "step 5: device 1 of 4 is lost",
+        1: "with pmap: the losses are those of 3 devices, ... at the end",
+        2: "step 5: device 1 of 4 is lost",
+        3: "with jit: the losses are those of 3 devices, ... at the end",
+    }, ()),
     # 16 bytes are counters, one for each of 4 weights, which all devices have
     "fsdp": (("--devices", "4", "--quick", "--no-compile"), {
         0: "... as on one device",
@@ -236,8 +242,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[int, str], tuple[str, ...]]] = {
         2: "the same by hand",
     }, ()),
 }  # fmt: skip
-ON_FOUR = ("shard_map_matmul", "tensor_parallel", "fsdp")
-"""These need four devices, and so are not launched as two processes."""
+ON_FOUR = ("shard_map_matmul", "tensor_parallel", "fsdp", "resize")
+"""These need four devices (or one controller), and so are not launched as two processes."""
 
 
 @pytest.mark.parametrize("name", mostly_long(COMMANDS, *ON_FOUR))

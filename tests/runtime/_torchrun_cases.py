@@ -305,6 +305,11 @@ def fake_pmap_refuses_what_the_devices_refuse():
         return mapped(lambda x: x, devices=tp.devices())(torch.ones(2))
 
 
+@expect_error(RuntimeError, "cannot change how many processes a launcher has started")
+def resize_needs_a_controller():
+    tp.resize(1)
+
+
 @expect_same(("serial", "vmapped", "pmapped"))
 def check_pmap_with_devices():
     rows = torch.tensor([[tp.process_index(), 1.0]])

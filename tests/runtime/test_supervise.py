@@ -139,6 +139,18 @@ def test_transition(before, event, actions, phase):
     assert tested.phase is phase
 
 
+def test_a_closed_pool_goes_on_with_the_ranks_that_are_left():
+    tested = supervisor(death(1), Drained(0), Drained(2), max_attempts=0)
+    assert tested.phase is Phase.CLOSED
+    assert tested.on(death(0)) == []
+    assert [each.rank for each in tested.go_on().deaths] == [1, 0]
+    assert tested.phase is HEALTHY
+    assert tested.epoch == 1
+    assert tested.on(death(2)) == [
+        *(Abort(1, ()), Drain(()), Close(Verdict((), (death(2),)))),
+    ]
+
+
 CAUSES = {
     "user error over death": ([death(0), user(2)], user(2)),
     "user error over communication": ([communication(0, 1), user(2, 5)], user(2, 5)),

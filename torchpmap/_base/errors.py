@@ -97,7 +97,7 @@ class RuntimeClosed(PmapError):
 POOL_CLOSED = (
     "the pool of devices was shut down, and the values on its workers are lost. Fetch what you "
     "need (torchpmap.device_get) before torchpmap.shutdown() or torchpmap.init() with other "
-    "devices."
+    "devices; torchpmap.resize() keeps values."
 )
 
 

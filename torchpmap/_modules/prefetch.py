@@ -32,8 +32,7 @@ from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import RuntimeClosed
 from torchpmap._modules.batch import shard_batch
 from torchpmap._runtime import inline_mode
-from torchpmap._runtime.base import Runtime
-from torchpmap._runtime.current import is_launched, refuse_inside, runtime
+from torchpmap._runtime.current import is_launched, is_running, refuse_inside, steady
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -141,9 +140,7 @@ class Prefetch(Generic[R]):
         batch = [self._place(each) for each in islice(loader, 1)]
         if not batch:
             return
-        feed = _Feed(
-            self._size, loader, _as_it_is if places_here else partial(self._place_on, runtime())
-        )
+        feed = _Feed(self._size, loader, _as_it_is if places_here else self._place_ahead)
         del loader
         try:
             feed.start()
@@ -154,10 +151,13 @@ class Prefetch(Generic[R]):
             self._last = feed.thread
             feed.stop()
 
-    def _place_on(self, pool: Runtime, batch: Any) -> R:
-        if pool.closed:  # ``put`` would start new devices
-            raise RuntimeClosed("its devices were shut down while prefetch loaded batches for them")
-        return self._place(batch)
+    def _place_ahead(self, batch: Any) -> R:
+        with steady:  # ``resize`` would miss what is made while it moves the values
+            if not is_running():  # ``put`` would start new devices
+                raise RuntimeClosed(
+                    "its devices were shut down while prefetch loaded batches for them"
+                )
+            return self._place(batch)
 
     def _place(self, batch: Any) -> R:
         try:

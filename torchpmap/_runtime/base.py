@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -177,3 +178,25 @@ class JobRuntime(Runtime, Protocol):
 
     def group_of_all(self) -> str:
         """Name of a process group of all processes, which carries CPU tensors."""
+
+
+@runtime_checkable
+class PoolRuntime(Runtime, Protocol):
+    """The runtime of one controller, whose workers can be lost one by one."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether its workers were ended.  If not, though it is closed, a device is lost for good,
+        and the other devices still have their values.
+        """
+
+    def readable(self) -> AbstractContextManager[None]:
+        """Values can be fetched meanwhile, also if it is closed, but has not ended."""
+
+    def loss(self, handle: Any, place: int) -> BaseException | None:
+        """Why the block at this place of the value's team is lost, once that is known; None if it
+        is there.
+        """
+
+    def lost(self, team: Team, error: BaseException) -> Handle:
+        """A value whose every use raises (a copy of) this error."""

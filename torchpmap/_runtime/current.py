@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torchpmap._base import ending
@@ -26,7 +26,7 @@ from torchpmap._base.devices import (
 from torchpmap._base.errors import RuntimeClosed
 from torchpmap._layout import axis_stack
 from torchpmap._runtime import inline_mode
-from torchpmap._runtime.base import JobRuntime, Runtime
+from torchpmap._runtime.base import JobRuntime, PoolRuntime, Runtime
 from torchpmap._runtime.torchrun.launcher import JobPlace, found_place
 from torchpmap._runtime.torchrun.placement import devices_of
 
@@ -39,7 +39,10 @@ _READ_AT_START = frozenset({*_CHOOSES, "warm", "shared_memory"})
 """Settings that devices read when they start; the first choose which devices there are."""
 
 _lock = threading.RLock()  # guards _runtime and _planned
+steady = threading.RLock()  # taken before _lock; no pool gives way to another meanwhile
 _runtime: Runtime | None = None
+_leaving: PoolRuntime | None = None
+"""The pool whose values ``change`` moves; there is no other meanwhile, so other threads wait."""
 _planned: tuple[Device, ...] | None = None
 _place: JobPlace | None = None  # of this process, if _planned are the devices of several
 
@@ -50,7 +53,7 @@ def init(num_devices: int | None = None, device_type: str | None = None) -> None
     with the first value or call.
 
     Calling it is optional: the first use of torchpmap does the same with defaults.  Values of an
-    ended pool are gone.
+    ended pool are gone; ``resize`` keeps them.
 
     Args:
         num_devices: number of devices; default: ``TORCHPMAP_NUM_DEVICES``, else all GPUs, else one
@@ -100,7 +103,7 @@ def shutdown() -> None:
     """
     global _runtime, _planned
     refuse_inside("shutdown")
-    ended = _runtime
+    ended = _runtime or _leaving
     try:
         if ended is not None:
             ended.close()
@@ -140,6 +143,8 @@ def runtime() -> Runtime:
         ending.sleep_if_ending()
         raise RuntimeClosed("the script is ending, and its devices have been shut down")
     with _lock:
+        if _leaving is not None:  # a finalizer, in the thread that moves values
+            return _leaving
         if _runtime is None or (_runtime.closed and _planned is None):
             _start(tuple(devices()))
         elif _runtime.closed:
@@ -161,25 +166,79 @@ def _restart_or_raise(ended: Runtime) -> None:
     """
     if ended.forked or _place is not None:
         ended.insist()
+    ended.close()
     _start(ended.devices)
 
 
 def _start(wanted: tuple[Device, ...]) -> None:
-    # the runtimes import multiprocessing's and torch's process machinery: not needed before the
-    # first start
     global _runtime
     atexit.unregister(_end)
+    _runtime = _made(wanted)
+    atexit.register(_end)
+
+
+def _made(wanted: tuple[Device, ...]) -> Runtime:
+    # the runtimes import multiprocessing's and torch's process machinery: not needed before the
+    # first start
     if _place is not None:
         from torchpmap._runtime.torchrun.runtime import TorchrunRuntime
 
-        _runtime = TorchrunRuntime(_place, wanted[0].platform, config.snapshot())
-    else:
-        from torchpmap._runtime.local.process import preload
-        from torchpmap._runtime.local.runtime import LocalRuntime
+        return TorchrunRuntime(_place, wanted[0].platform, config.snapshot())
+    from torchpmap._runtime.local.process import preload
+    from torchpmap._runtime.local.runtime import LocalRuntime
 
-        preload()
-        _runtime = LocalRuntime(len(wanted), wanted[0].platform, config.snapshot())
-    atexit.register(_end)
+    preload()
+    return LocalRuntime(len(wanted), wanted[0].platform, config.snapshot())
+
+
+def is_running() -> bool:
+    """Whether there is a pool that works."""
+    return _runtime is not None and not _runtime.closed
+
+
+def has_values() -> bool:
+    """Whether there is a pool whose workers have not ended."""
+    return isinstance(_runtime, PoolRuntime) and not _runtime.ended
+
+
+def change(
+    num_devices: int, carry: Callable[[PoolRuntime, PoolRuntime], Callable[[bool], None]]
+) -> None:
+    """Put a new pool in the place of the old one.
+
+    ``carry(old, new)`` copies values and returns a function: called with True, it gives them to
+    their owners; with False it takes them back.  If something raises, the new pool is ended and the
+    old one goes on.
+    """
+    global _runtime, _planned, _leaving
+    with steady, _lock:
+        old = _runtime
+        assert isinstance(old, PoolRuntime)  # the caller knows
+        settings = replace(
+            config.snapshot(), num_devices=num_devices, device_type=old.devices[0].platform
+        )
+        wanted = _enumerate(settings)
+        new: Runtime | None = None
+        switch: Callable[[bool], None] | None = None
+        try:
+            _runtime, _leaving = None, old
+            new = _made(wanted)
+            assert isinstance(new, PoolRuntime)
+            with old.readable():
+                switch = carry(old, new)
+            switch(True)
+            _runtime, _planned, _leaving = new, new.devices, None
+            old.close()
+        except BaseException:  # Ctrl-C may come anywhere
+            if new is not None and _runtime is new:
+                old.close()
+                raise
+            if switch is not None:
+                switch(False)
+            _runtime, _leaving = old, None
+            if new is not None:
+                new.close()
+            raise
 
 
 def _limit() -> None:

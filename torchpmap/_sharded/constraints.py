@@ -17,6 +17,7 @@ from torchpmap._base.torch_internals import num_modes
 from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.layout import Layout, general_layout
 from torchpmap._layout.mesh import NamedSharding, PartitionSpec
+from torchpmap._runtime.current import check_devices
 from torchpmap._sharded.device_put import device_put
 
 _shardings: list[NamedSharding] = []
@@ -73,6 +74,7 @@ def _constrained_or_moved(x: torch.Tensor, sharding: Any) -> torch.Tensor:
     if not num_modes():
         moved: torch.Tensor = device_put(x, wanted)
         return moved
+    check_devices(wanted.mesh.devices.flat)
     general_layout(tuple(x.shape), x.dtype, wanted)  # whether the shape divides
     return constrained(x, wanted)
 

@@ -129,6 +129,13 @@ class Crew:
 
     def end(self) -> None:
         """End all workers, by force if they do not go; takes a few seconds at most."""
+        try:
+            self._end()
+        except BaseException:  # Ctrl-C: nothing else would end them
+            self._end()
+            raise
+
+    def _end(self) -> None:
         self._is_wanted = False
         if self._starter.ident is not None and self._starter is not threading.current_thread():
             self._starter.join(_STARTER_S)
@@ -142,7 +149,9 @@ class Crew:
         if self.monitor.stop():  # else it still reads from them
             for worker in workers:
                 worker.close()
-        os.close(self._store_fd)
+        store, self._store_fd = self._store_fd, -1
+        if store >= 0:
+            os.close(store)
         self.landing.close()
 
     def abandon(self) -> None:

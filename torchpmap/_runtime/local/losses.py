@@ -104,6 +104,14 @@ class Losses:
             return exception_of(failure, self._devices)
         return None
 
+    def era_of(self, error: BaseException) -> Era:
+        """An era of values that were lost before there were these devices."""
+        era = Era(self.scarred)
+        failed = Failed(0, 0, False, pack_exception(error), "as torchpmap.resize found it")
+        era.failure = Verdict((failed,), ())
+        era.scar()
+        return era
+
     def died_in(self, era: Era, seq: int, rank: int) -> bool:
         """Whether ``rank`` died before it had answered command ``seq``."""
         death = era.deaths.get(rank)

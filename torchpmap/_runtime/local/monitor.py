@@ -38,6 +38,8 @@ _PIPE_READS = 16
 """More reads than empty a full pipe, unless its writer goes on."""
 _JOIN_S = 1.0
 """How long to wait for this thread, which waits for nothing itself."""
+_KNOWN_S = 1.0
+"""How long a caller waits for this thread, at most."""
 _PRINT_S = 0.5
 """How long to wait for the user's stream to take what is left."""
 
@@ -338,6 +340,27 @@ class Monitor:
         pending = self.pending.pop(seq, None)
         if pending is not None:
             pending.release(interrupted=True)
+
+    def give_up(self, seq: int, event: Event) -> None:
+        """Report that the caller of a request was interrupted, unless it has ended."""
+        if seq in self.pending:
+            try:
+                self._give_up(seq, event)
+            except BaseException:  # Ctrl-C again
+                self._give_up(seq, event)
+                raise
+
+    def _give_up(self, seq: int, event: Event) -> None:
+        """Commands from now on wait until the request has ended."""
+        is_known = threading.Event()
+
+        def end() -> None:
+            if seq in self.pending:
+                self._on_event(event)
+            is_known.set()
+
+        self.soon(end)
+        is_known.wait(_KNOWN_S)
 
     def _exited(self, worker: WorkerProcess) -> None:
         try:

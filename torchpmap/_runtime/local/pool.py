@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -57,6 +56,7 @@ from torchpmap._runtime.local.supervise import (
     StillDraining,
     Stopped,
     Supervisor,
+    Verdict,
 )
 from torchpmap._runtime.wire import frame
 
@@ -71,11 +71,15 @@ _LOOK_MS = 1000
 """How long a thread sleeps at most before it checks whether the pool was closed."""
 _ROOM_MS = 50
 """The same where a failure does not wake it."""
+_SALVAGE = "torchpmap.resize with the other devices, called next, keeps their values."
 _WAITS_FOR = ("starting the workers", "waiting for the devices after a failure")
 
 
 class Pool:
     """One worker per device (owner: the runtime, which must call ``close``)."""
+
+    ended = False  # whether the workers were told to end
+    _is_wreck = False  # some ranks have no worker, and values are only fetched
 
     def __init__(
         self,
@@ -104,7 +108,7 @@ class Pool:
         self._replaced: set[int] = set()  # the ranks for which that action is done
         self._killed: dict[int, str] = {}  # by rank, why the pool has killed its worker
         self._repairs = threading.RLock()  # guards the beginning of a repair
-        self._repair_in_progress: Future[None] | None = None
+        self._repair_in_progress: futures.Future[None] | None = None
         self._completed: dict[int, int] = {}  # last command by dead rank; written by the repairer
         self.losses = Losses(self._devices)
         self.broken = True
@@ -316,24 +320,7 @@ class Pool:
 
     def give_up(self, pending: Pending, ranks: Sequence[int], name: str) -> None:
         """End what ranks do for a request whose caller was interrupted, unless it has ended."""
-        if pending.seq in self._monitor.pending:
-            try:
-                self._give_up(pending.seq, ranks, name)
-            except BaseException:  # Ctrl-C again
-                self._give_up(pending.seq, ranks, name)
-                raise
-
-    def _give_up(self, seq: int, ranks: Sequence[int], name: str) -> None:
-        """Commands from now on wait until the request has ended."""
-        is_known = threading.Event()
-
-        def end() -> None:
-            if seq in self._monitor.pending:
-                self._on_event(given_up(seq, ranks[0], name))
-            is_known.set()
-
-        self._monitor.soon(end)
-        is_known.wait(_LOOK_MS / 1000)
+        self._monitor.give_up(pending.seq, given_up(pending.seq, ranks[0], name))
 
     def _stopped_ranks(self) -> list[int]:
         if not self.broken:
@@ -357,9 +344,8 @@ class Pool:
                     return
                 self._crew.begin()
                 self.limits.begin()
-                repair = self._repair_in_progress = Future()
-                thread = threading.Thread(target=self._run, args=(repair,), name=REPAIRER)
-                thread.daemon = True
+                repair = self._repair_in_progress = futures.Future()
+                thread = threading.Thread(None, self._run, REPAIRER, (repair,), daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:  # there are too many threads
@@ -371,10 +357,9 @@ class Pool:
                 if error is not None:
                     raise error
         if (failure := repair.exception()) is not None:
-            self._insist()
             raise failure
 
-    def _is_over(self, repair: Future[None]) -> bool:
+    def _is_over(self, repair: futures.Future[None]) -> bool:
         """Whether a repair has ended, after a moment."""
         try:
             return bool(futures.wait([repair], _EARLY_LOOK_S).done)
@@ -391,7 +376,7 @@ class Pool:
             return None
         return exception_of(verdict, self._devices)
 
-    def _run(self, repair: Future[None]) -> None:
+    def _run(self, repair: futures.Future[None]) -> None:
         failure = None
         try:
             while self.broken:
@@ -408,21 +393,19 @@ class Pool:
 
     def _insist(self) -> None:
         """Raise if the pool was closed."""
-        if self.closed_because is not None:
-            sleep_if_ending()
+        if self.closed_because is None:
+            return
+        sleep_if_ending()
         if isinstance(self._closed_by, OSError):  # which the user can mend
             raise OSError(*self._closed_by.args) from self._closed_by
-        if self.closed_because is not None:
-            raise RuntimeClosed(self.closed_because) from self._closed_by
+        raise RuntimeClosed(self.closed_because) from self._closed_by
 
     def _next_action(self) -> Action | None:
         """The supervisor's next action, if it comes soon; meanwhile sends what was posted."""
-        if self._push():
-            with contextlib.suppress(queue.Empty):
-                return self._actions.get(timeout=_LOOK_MS / 1000)
-        else:
-            with contextlib.suppress(queue.Empty):
-                return self._actions.get_nowait()
+        is_sent = self._push()
+        with contextlib.suppress(queue.Empty):
+            return self._actions.get(timeout=_LOOK_MS / 1000 if is_sent else 0)
+        if not is_sent:
             wait_for_room(self.outbox.blocked, _ROOM_MS)
         return None
 
@@ -450,17 +433,31 @@ class Pool:
                     body = pickle.dumps((epoch, self.groups))
                     self.tell(tuple(self.workers), wire.REGROUP, body)
             case Announce(verdict=verdict):
-                self.losses.note(verdict, self._completed)
-                self._completed.clear()
-                self.limits.clear()
-                self._on_repaired({death.rank for death in verdict.deaths})
-                with self._state_lock:  # there may be a new failure already
-                    self.broken = self._supervisor.phase is not Phase.HEALTHY
-                    self.broken = self.broken or self.closed_because is not None
+                self._resume(verdict)
+            case Close() if self._is_wreck:
+                self.reopen()
             case Close(verdict=verdict):
-                cause = exception_of(verdict, self._devices)
-                self.close(f"the workers cannot be started or repaired: {cause}")
+                cause, self._unfinished = exception_of(verdict, self._devices), None
+                self.stop(f"the workers cannot be started or repaired: {cause}. {_SALVAGE}")
                 raise cause
+
+    def _resume(self, verdict: Verdict) -> None:
+        self.losses.note(verdict, self._completed)
+        self._completed.clear()
+        self.limits.clear()
+        self._on_repaired({death.rank for death in verdict.deaths})
+        with self._state_lock:  # there may be a new failure already
+            self.broken = self._supervisor.phase is not Phase.HEALTHY or bool(self.closed_because)
+
+    def reopen(self) -> None:
+        """After ``stop``: let values be fetched from the workers that are left."""
+        self._is_wreck, self.closed_because = True, None
+        with self._state_lock:
+            verdict = self._supervisor.go_on()
+        self._completed = {d.rank: self._progress[d.rank] for d in verdict.deaths} | self._completed
+        self.groups.clear()
+        self._perform(Regroup(self._supervisor.epoch))  # what failed obeys again
+        self._resume(verdict)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -477,11 +474,8 @@ class Pool:
             if self._closer != threading.get_ident():
                 self._closed.wait(_CLOSE_S)
             return
-        self._closer = threading.get_ident()
-        self.closed_because = because
-        self.broken = True
-        self._supervisor.phase = Phase.CLOSED
-        self._wake_all()
+        self._closer, self.ended = threading.get_ident(), True
+        self.stop(self.closed_because or because)
         self._actions.put(Regroup(0))  # wakes the thread that repairs
         self.limits.close()
         self._crew.end()
@@ -489,11 +483,18 @@ class Pool:
         self._closed.set()
         self._progress.close()
 
+    def stop(self, because: str) -> None:
+        """Refuse all commands; the workers go on until ``close``, or can be asked by ``reopen``."""
+        self.closed_because = because
+        self.broken = True
+        self._supervisor.phase = Phase.CLOSED
+        self._wake_all()
+
     def abandon(self, because: str) -> None:
         """In a forked child, which must not keep the parent's workers alive."""
         self.closed_because = because
         self.broken = True
-        self._closing, self._closed = threading.Lock(), threading.Event()
+        self._closing, self._closed, self.ended = threading.Lock(), threading.Event(), True
         self._closing.acquire()
         self._closed.set()
         self._crew.abandon()

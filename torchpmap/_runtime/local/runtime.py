@@ -12,7 +12,8 @@ import pickle
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import repeat
 from typing import Any
@@ -335,6 +336,29 @@ class LocalRuntime:
 
     def check(self, handle: Handle) -> None:
         self._check(handle, handle.team.ranks)
+
+    def loss(self, handle: Any, place: int) -> BaseException | None:
+        if self._pool.broken:  # which values are lost is known after the repair
+            self._pool.repair(handle.seq)
+        return self._losses.of_value(handle.era, handle.seq, handle.team.ranks[place : place + 1])
+
+    @property
+    def ended(self) -> bool:
+        return self._pool.ended
+
+    @contextmanager
+    def readable(self) -> Iterator[None]:
+        because = self._pool.closed_because
+        if because is not None:
+            self._pool.reopen()
+        try:
+            yield
+        finally:
+            if because is not None:
+                self._pool.stop(because)
+
+    def lost(self, team: Team, error: BaseException) -> Handle:
+        return _Stored(0, 0, team, self._losses.era_of(error))  # no value has the number 0
 
     def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
         return [mine]

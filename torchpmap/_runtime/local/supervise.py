@@ -5,7 +5,7 @@
     HEALTHY --Failed/Exited--> DRAINING --all drained or dead--> REBUILDING --all ready--> HEALTHY
                                   ^                                  |
                                   +-----------Failed/Exited----------+
-    more than ``max_attempts`` rebuilds in a row --> CLOSED
+    more than ``max_attempts`` rebuilds in a row --> CLOSED --go_on--> HEALTHY, without the dead
 
 * DRAINING: every surviving rank first finishes (or skips) what was sent before, because a rank
   blocked in a collective with the failed one reports a *consequence*, often before the cause
@@ -244,6 +244,9 @@ class Supervisor:
 
     def on(self, event: Event) -> list[Action]:
         if self.phase is Phase.CLOSED:
+            if isinstance(event, Exited):  # for ``go_on``
+                self._dead.add(event.rank)
+                self._deaths.append(event)
             return []
         match event:
             case Failed():
@@ -354,13 +357,20 @@ class Supervisor:
     def _report_when_settled(self) -> list[Action]:
         if len(self._settled) < self.size:
             return []
+        self._attempts = 0
+        return [Announce(self.go_on())]
+
+    def go_on(self) -> Verdict:
+        """Begin anew; when closed, with the ranks that are left.  As no rebuild will succeed then,
+        the next failure closes at once.
+        """
         verdict = self.verdict()
+        self.epoch += self.phase is Phase.CLOSED
         self.phase = Phase.HEALTHY
         self._failures.clear()
         self._deaths.clear()
         self._settled.clear()
-        self._attempts = 0
-        return [Announce(verdict)]
+        return verdict
 
     def verdict(self) -> Verdict:
         """The verdict so far."""
