@@ -24,6 +24,11 @@ from torchpmap.debug._lockstep import Lockstep, Step, Steps, Values, operation_o
 Variant = Callable[[Lockstep, GraphModule, list[Values], Sequence[int]], Steps]
 """How a graph is run."""
 
+_LEAST = 1e-3
+"""Smaller numbers may be what is left of larger ones that cancel: the gradient of a bias before a
+norm.  Their differences are compared with this.
+"""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -79,15 +84,13 @@ def _first(one: Step, other: Step, tolerance: float) -> Difference | None:
     for rank in one.values:
         values = one.values[rank], other.values[rank]
         apart, largest = _apart(*values)
-        if apart > tolerance * largest:
+        if apart > tolerance * max(largest, _LEAST):
             pairs = zip(one.inputs, other.inputs, strict=True)
-            given = [_apart(mine[rank], theirs[rank]) for mine, theirs in pairs]
-            # where numbers cancel, what is left is as exact as they were
-            if apart > tolerance * max(each for _, each in (*given, (apart, largest))):
-                return Difference(
-                    *(operation_of(node), node.name, place_of(node), rank, one.steps, values),
-                    *(apart, max((each for each, _ in given), default=0.0)),
-                )
+            given = [_apart(mine[rank], theirs[rank])[0] for mine, theirs in pairs]
+            return Difference(
+                *(operation_of(node), node.name, place_of(node), rank, one.steps, values, apart),
+                max(given, default=0.0),
+            )
     return None
 
 
