@@ -1,17 +1,19 @@
-"""The collectives in NumPy, over rows of one array; and the axes that can hold eight such rows.
+"""Collectives over eight rows of one array, and the axes that can hold eight such rows.
 
-``Case(run, model, shape)``: ``run(x, axis_name)`` on each of eight devices, of which each has one
-row ``x`` of that shape, must give the rows of ``model(rows)``.
+``case.run(x, axis_name)`` on each of eight devices, of which each has one row ``x`` of
+``case.shape``, must give the rows of ``case.model(rows)``.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from _collective_models import MODELS, in_groups
 
-from torchpmap import _collectives as c
+from torchpmap import _collectives
 from torchpmap._layout import axis_stack
 from torchpmap._layout.axis_stack import Axis
 
@@ -109,50 +111,11 @@ VMAPPED = {
 
 def grouped(model: Callable[[Rows], Sequence[Rows]], groups: Groups) -> Callable[[Rows], Rows]:
     """A model of one group, from its rows to theirs, as one of all rows."""
-
-    def run(rows: Rows) -> Rows:
-        out: dict[int, Rows] = {}
-        for group in groups or [range(N)]:
-            out.update(zip(group, model(rows[list(group)]), strict=True))
-        return np.stack([out[k] for k in range(N)])
-
-    return run
+    return lambda rows: np.stack(in_groups(lambda own: model(np.stack(own)), list(rows), groups))
 
 
 def everyone(reduce: Callable[[Rows], Rows]) -> Callable[[Rows], Sequence[Rows]]:
     return lambda rows: [reduce(rows)] * len(rows)
-
-
-def concatenated(axis: int) -> Callable[[Rows], Rows]:
-    return lambda rows: np.concatenate(list(rows), axis)
-
-
-def scattered(dim: int, tiled: bool) -> Callable[[Rows], Sequence[Rows]]:
-    def model(rows: Rows) -> Sequence[Rows]:
-        parts = np.split(rows.sum(0), len(rows), dim)
-        return parts if tiled else [part.squeeze(dim) for part in parts]
-
-    return model
-
-
-def exchanged(split: int, concat: int, tiled: bool) -> Callable[[Rows], Sequence[Rows]]:
-    def model(rows: Rows) -> Sequence[Rows]:
-        parts = [np.split(row, len(rows), split) for row in rows]
-        join = concatenated(concat) if tiled else (lambda got: np.stack(got, concat))
-        got = [[part[k] for part in parts] for k in range(len(rows))]
-        return [join(g if tiled else [part.squeeze(split) for part in g]) for g in got]
-
-    return model
-
-
-def permuted(pairs: Sequence[tuple[int, int]]) -> Callable[[Rows], Rows]:
-    def model(rows: Rows) -> Rows:
-        out = np.zeros_like(rows)
-        for source, destination in pairs:
-            out[destination] = rows[source]
-        return out
-
-    return model
 
 
 # --- cases ----------------------------------------------------------------------------------------
@@ -189,71 +152,58 @@ PERMUTATIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    run: Callable[[Any, Any], Any]
-    model: Callable[[Rows], Rows]
+    """A collective with its options; ``dims``: beside the axes, those of each row."""
+
+    name: str
     shape: tuple[int, ...]
+    options: dict[str, Any]
+    groups: Groups = None
+    dims: tuple[int, ...] = ()
 
+    def run(self, x: Any, axis_name: Any) -> Any:
+        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        options = self.options | ({} if self.groups is None else {"axis_index_groups": self.groups})
+        axes = (*names, *self.dims) if self.dims else axis_name
+        return getattr(_collectives, self.name)(x, axes, **options)
 
-def _reductions(groups: Groups) -> dict[str, Case]:
-    g: Any = {"axis_index_groups": groups}
-    return {
-        "psum": Case(
-            lambda x, i: c.psum(x, i, **g), grouped(everyone(lambda r: r.sum(0)), groups), (2, 3)
-        ),
-        "pmean": Case(
-            lambda x, i: c.pmean(x, i, **g), grouped(everyone(lambda r: r.mean(0)), groups), (3,)
-        ),
-    }
+    def of_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        options = self.options | ({"dims": self.dims} if self.dims else {})
+        model = functools.partial(MODELS[self.name], **options)
+        return torch.stack(in_groups(model, list(x), self.groups))
 
-
-def _exchanges(groups: Groups) -> dict[str, Case]:
-    g: Any = {"axis_index_groups": groups}
-    m = len(groups[0]) if groups else N
-
-    def stacked(axis: int) -> Callable[[Rows], Rows]:
-        return grouped(everyone(lambda r: np.stack(list(r), axis)), groups)
-
-    return {
-        "all_gather": Case(lambda x, i: c.all_gather(x, i, **g), stacked(0), (2,)),
-        "all_gather_last": Case(lambda x, i: c.all_gather(x, i, axis=-1, **g), stacked(-1), (2,)),
-        "all_gather_tiled": Case(lambda x, i: c.all_gather(x, i, axis=-1, tiled=True, **g),
-            grouped(everyone(concatenated(-1)), groups), (2, 2)),
-        "psum_scatter": Case(
-            lambda x, i: c.psum_scatter(x, i, **g), grouped(scattered(0, False), groups), (m, 2)),
-        "psum_scatter_tiled": Case(
-            lambda x, i: c.psum_scatter(x, i, scatter_dimension=-1, tiled=True, **g),
-            grouped(scattered(-1, True), groups), (2, 2 * m)),
-        "all_to_all": Case(lambda x, i: c.all_to_all(x, i, -2, -1, **g),
-            grouped(exchanged(-2, -1, False), groups), (m, 2)),
-        "all_to_all_tiled": Case(lambda x, i: c.all_to_all(x, i, 1, 0, tiled=True, **g),
-            grouped(exchanged(1, 0, True), groups), (2, 2 * m)),
-        "pswapaxes": Case(
-            lambda x, i: c.pswapaxes(x, i, 0, **g), grouped(exchanged(0, 0, False), groups), (m,)),
-    }  # fmt: skip
+    def model(self, rows: Rows) -> Rows:
+        return self.of_tensor(torch.from_numpy(rows)).numpy()
 
 
 def _linear() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for name, groups in {**EVEN, **UNEVEN}.items():
-        made = _reductions(groups) | (_exchanges(groups) if name in EVEN else {})
-        cases |= {f"{op}-{name}": case for op, case in made.items()}
+        m = len(groups[0]) if groups else N
+        made: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+            "psum": ("psum", (2, 3), {}),
+            "pmean": ("pmean", (3,), {}),
+        }
+        if name in EVEN:
+            tiled = {"tiled": True}
+            made |= {
+                "all_gather": ("all_gather", (2,), {}),
+                "all_gather_last": ("all_gather", (2,), {"axis": -1}),
+                "all_gather_tiled": ("all_gather", (2, 2), {"axis": -1, **tiled}),
+                "psum_scatter": ("psum_scatter", (m, 2), {}),
+                "psum_scatter_tiled": (
+                    "psum_scatter", (2, 2 * m), {"scatter_dimension": -1, **tiled}),
+                "all_to_all": ("all_to_all", (m, 2), {"split_axis": -2, "concat_axis": -1}),
+                "all_to_all_tiled": (
+                    "all_to_all", (2, 2 * m), {"split_axis": 1, "concat_axis": 0, **tiled}),
+                "pswapaxes": ("pswapaxes", (m,), {"axis": 0}),
+            }  # fmt: skip
+        cases |= {f"{key}-{name}": Case(*case, groups) for key, case in made.items()}
     for name, pairs in PERMUTATIONS.items():
-        cases[f"ppermute-{name}"] = Case(
-            lambda x, i, pairs=pairs: c.ppermute(x, i, pairs), permuted(pairs), (2,)
-        )
-    order = [4, 2, 7, 0, 5, 1, 6, 3]
-    cases["pshuffle"] = Case(lambda x, i: c.pshuffle(x, i, order), lambda rows: rows[order], (2,))
+        cases[f"ppermute-{name}"] = Case("ppermute", (2,), {"perm": pairs})
+    cases["pshuffle"] = Case("pshuffle", (2,), {"perm": [4, 2, 7, 0, 5, 1, 6, 3]})
     for source in (5, -1):
-        cases[f"pbroadcast{source}"] = Case(
-            lambda x, i, source=source: c.pbroadcast(x, i, source),
-            lambda rows, source=source: np.stack([rows[source]] * N),
-            (2,),
-        )
-    cases["positional"] = Case(
-        lambda x, i: c.psum(x, (*(i if isinstance(i, tuple) else (i,)), -1)),
-        lambda rows: np.stack([rows.sum((0, 2))] * N),
-        (2, 3),
-    )
+        cases[f"pbroadcast{source}"] = Case("pbroadcast", (2,), {"source": source})
+    cases["positional"] = Case("psum", (2, 3), {}, dims=(-1,))
     return cases
 
 
@@ -262,10 +212,9 @@ LINEAR = _linear()
 
 
 def transposed(case: Case, cotangents: Rows) -> Rows:
-    """What a linear model's transpose makes of cotangents: column k is what it does to unit k."""
-    shape = (N, *case.shape)
-    units = np.eye(int(np.prod(shape))).reshape(-1, *shape)
-    return np.array([(cotangents * case.model(unit)).sum() for unit in units]).reshape(shape)
+    """What a linear model's transpose makes of cotangents."""
+    pull = torch.func.vjp(case.of_tensor, torch.zeros(N, *case.shape, dtype=torch.float64))[1]
+    return pull(torch.from_numpy(cotangents))[0].numpy()
 
 
 def extreme_shares(rows: Rows, groups: Groups, take: Any) -> Rows:

@@ -16,7 +16,6 @@ from _axis_models import (
     everyone,
     extreme_shares,
     grouped,
-    permuted,
     sample,
     transposed,
 )
@@ -269,7 +268,7 @@ def test_every_dtype(world_name, run):
     for dtype in (*REAL, *OTHER):
         bits = wide(rows_of(dtype)).numpy()
         zero = wide(torch.zeros((), dtype=dtype)).item()  # float8_e8m0fnu has none
-        sent = permuted(PERMUTATIONS["partial"])(bits - zero) + zero
+        sent = LINEAR["ppermute-partial"].model(bits - zero) + zero
         wanted = [
             sent,
             np.stack([bits[2]] * N),
@@ -377,6 +376,3 @@ def run_record(world_name, name):
 def test_no_more_is_sent_than_must_be(world_name, name, sent, run):
     for calls in run(run_record, world_name, name):
         assert calls == sent
-
-
-# --- whole calls ----------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from pathlib import Path
 import _fuzz_reference
 import pytest
 import torch
+from _collective_models import MODELS
 from _fuzz_generate import BLOCKS, DONATES, generate, generated
 from _fuzz_loops import LARGE
-from _fuzz_models import MODELS
 from _fuzz_modes import applies, script, trial
 from _fuzz_programs import (
     Blocks,
