@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from _collective_models import MODELS, in_groups
+from _support import EAGER
+from torch.utils._pytree import tree_map
 
-from torchpmap import _collectives
-from torchpmap._layout import axis_stack
-from torchpmap._layout.axis_stack import Axis
+import torchpmap as tp
 
 Rows = np.ndarray
 Groups = Sequence[Sequence[int]] | None
@@ -36,69 +36,33 @@ class World:
 
     axis_name: Any
     grid: tuple[int, ...]
-    process: int | None
-    """Which dim of the grid is the process axis; the others are vmapped."""
-    folded: bool = False
-    """Whether both dims are parts of one axis."""
+    on_devices: int | None
+    """Which dim of the grid is the axis of the devices; the others are vmapped."""
 
-    def block(self, rows: torch.Tensor, rank: int) -> torch.Tensor:
-        """What one process holds: dims of the vmapped axes first."""
-        shaped = rows.reshape(*self.grid, *rows.shape[1:])
-        return shaped if self.process is None else shaped.select(self.process, rank)
-
-    def rows(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Undo ``block``."""
-        whole = blocks[0] if self.process is None else torch.stack(tuple(blocks), self.process)
-        return whole.reshape(N, *whole.shape[len(self.grid) :])
-
-    def mapped(
-        self, f: Callable[..., Any], process_axis: Axis | None, *blocks: torch.Tensor
-    ) -> Any:
-        """Run ``f`` on every row of a process's blocks."""
+    def mapped(self, f: Callable[..., Any], compile: Any = EAGER) -> Any:
+        """``f`` of a row as a function of grids of rows."""
         names = self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
-        vmapped = [k for k in range(len(self.grid)) if k != self.process]
+        k = self.on_devices
+        for place in reversed(range(len(names))):
+            if place != k:
+                f = tp.vmap(f, axis_name=names[place])
+        if k is not None:
+            f = tp.pmap(f, names[k], in_axes=k, out_axes=k, compile=compile)
+        return f
 
-        def level(depth: int, axes: tuple[Axis, ...], *xs: torch.Tensor) -> Any:
-            if depth == len(vmapped):
-                return self._bound(f, process_axis, axes, xs)
-            k = vmapped[depth]
-            name = names[0] if self.folded else names[k]
+    def grid_of(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.reshape(*self.grid, *rows.shape[1:])
 
-            def row(index: torch.Tensor, *ys: torch.Tensor) -> Any:
-                axis = Axis(name, self.grid[k], index, None)
-                return level(depth + 1, (*axes, axis), *ys)
-
-            return torch.func.vmap(row)(torch.arange(self.grid[k]), *xs)
-
-        return level(0, (), *blocks)
-
-    def _bound(
-        self,
-        f: Callable[..., Any],
-        process_axis: Axis | None,
-        vmapped: tuple[Axis, ...],
-        xs: tuple[torch.Tensor, ...],
-    ) -> Any:
-        if self.folded and process_axis is not None:
-            with axis_stack.bind(process_axis, *vmapped):
-                return f(*xs)
-        parts = [(axis,) for axis in vmapped]
-        if process_axis is not None:
-            parts.append((process_axis,))
-
-        def enter(rest: list[tuple[Axis, ...]]) -> Any:
-            if not rest:
-                return f(*xs)
-            with axis_stack.bind(*rest[0]):
-                return enter(rest[1:])
-
-        return enter(parts)
+    def __call__(self, f: Callable[..., Any], *rows: Any, compile: Any = EAGER) -> Any:
+        """What ``f`` of every row gives, as rows."""
+        results = self.mapped(f, compile)(*tree_map(self.grid_of, rows))
+        return tree_map(lambda y: y.cpu().reshape(N, *y.shape[len(self.grid) :]), results)
 
 
-ON_PROCESSES = {
-    "folded": World("i", (4, 2), 0, folded=True),
-    "process_vmapped": World(("i", "j"), (4, 2), 0),
-    "vmapped_process": World(("j", "i"), (2, 4), 1),
+ON_DEVICES = {
+    "folded": World("i", (8,), 0),
+    "vmap inside": World(("i", "j"), (4, 2), 0),
+    "vmap first": World(("j", "i"), (2, 4), 1),
 }
 VMAPPED = {
     "one": World("j", (8,), None),
@@ -164,7 +128,7 @@ class Case:
         names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         options = self.options | ({} if self.groups is None else {"axis_index_groups": self.groups})
         axes = (*names, *self.dims) if self.dims else axis_name
-        return getattr(_collectives, self.name)(x, axes, **options)
+        return getattr(tp, self.name)(x, axes, **options)
 
     def of_tensor(self, x: torch.Tensor) -> torch.Tensor:
         options = self.options | ({"dims": self.dims} if self.dims else {})
