@@ -58,7 +58,6 @@ def taken(rows: Rows, axis: int | None, size: int, grid: Grid) -> Rows:
 def axis_size(step: Map, args: Sequence[torch.Tensor]) -> int:
     """The size of a mapped axis: that of all mapped dims."""
     sizes = {x.shape[a] for x, a in zip(args, step.in_axes, strict=True) if a is not None}
-    sizes |= set() if step.size is None else {step.size}
     if len(sizes) != 1 or sizes == {0}:
         raise ValueError(f"the mapped axis has sizes {sizes}")
     return sizes.pop()

@@ -163,8 +163,6 @@ def _mapped(step: Map, known: set[str]) -> list[str]:
     if step.form == "torch":
         transform, dims = "torch.func.vmap", "dims"
     options += [f"in_{dims}={_in_axes(step)}", f"out_{dims}={_out_axes(step)}"]
-    if step.size is not None:
-        options.append(f"axis_size={step.size}")
     if step.statics:
         first = len(step.args)
         places = tuple(range(first, first + len(step.statics)))

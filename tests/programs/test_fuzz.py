@@ -5,7 +5,6 @@ defect would be found and made small.
 """
 
 import itertools
-from pathlib import Path
 
 import _fuzz_reference
 import pytest
@@ -13,7 +12,7 @@ import torch
 from _collective_models import MODELS
 from _fuzz_generate import BLOCKS, DONATES, generate, generated
 from _fuzz_loops import LARGE
-from _fuzz_modes import applies, script, trial
+from _fuzz_modes import script, trial
 from _fuzz_programs import (
     Blocks,
     Body,
@@ -27,10 +26,9 @@ from _fuzz_programs import (
     Step,
     bodies,
 )
-from _fuzz_reference import LOOPS, run, verdict
+from _fuzz_reference import LOOPS, run
 from _fuzz_shrink import shrink
 from _fuzz_source import source
-from _launched import Raised, answers, launch
 from _support import TEST_ALL, mostly_long
 
 NUM_PROGRAMS, PARTS = 200, 40
@@ -98,28 +96,6 @@ def sizes(step: Blocks) -> tuple[int, ...]:
     return tuple(size for _, size in step.mesh)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_programs_of_launched_ranks(tmp_path: Path) -> None:
-    candidates = {f"launched:{number}": generate(f"launched:{number}") for number in range(200)}
-    programs = {s: program for s, program in candidates.items() if applies(program, "launched")}
-    finished = launch(
-        2, str(Path(__file__).with_name("_torchrun_fuzz.py")), str(tmp_path), *programs
-    )
-    assert finished.code == 0, finished.output
-    judged = 0
-    for rank, results in enumerate(answers(2, tmp_path)):
-        for seed, program in programs.items():
-            got = results[seed]
-            if isinstance(got, Raised) and got.kind == "Unfit":
-                continue  # its rows do not divide
-            judged += 1
-            _, expected = generated(seed)
-            wrong = str(got) if isinstance(got, Raised) else verdict(got, expected)
-            assert not wrong, f"rank {rank}, {script(program, 'launched', 2)}\n{wrong}"
-    assert judged >= 10
-
-
 def test_same_seed_same_program() -> None:
     again, _ = generated.__wrapped__("same")  # without the memory of programs that were made
     assert again == generate("same")
@@ -129,12 +105,8 @@ def test_same_seed_same_program() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)  # alone it makes all programs
 def test_the_programs_have_something_of_everything() -> None:
-    steps = [
-        step
-        for number in range(NUM_PROGRAMS)
-        for body in bodies(generate(f"ci:{number}").body)
-        for step in body.steps
-    ]
+    programs = [generate(f"ci:{number}") for number in range(NUM_PROGRAMS)]
+    steps = [step for program in programs for step in steps_of(program.body)]
     loops = [step for step in steps if isinstance(step, Loop)]
     assert {step.kind for step in loops} == set(LOOPS)
     assert any(isinstance(s, Loop) for step in loops for body in step.bodies for s in body.steps)
@@ -190,7 +162,7 @@ def _gradient(*steps: Local | Collective) -> Program:
     """``pmap(grad(f))(x, w)`` of the steps from ``x`` and ``w`` to ``y``."""
     f = Derivative(("g",), "grad", "f", Body(("x",), steps, ("y",)), ("p",))
     row = Body(("p", "w"), (f,), ("g",))
-    return _of_two(Map(("r",), "pmap", "row", "i", None, row, ("x0", "x1"), (0, 0), (0,)), 4)
+    return _of_two(Map(("r",), "pmap", "row", "i", row, ("x0", "x1"), (0, 0), (0,)), 4)
 
 
 def _local(out: str, code: str, *args: str) -> Local:
@@ -297,6 +269,6 @@ def test_a_defect_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> No
         return again is not None and again.kind == failure.kind
 
     small = shrink(program, fails)
-    steps = [step for body in bodies(small.body) for step in body.steps]
+    steps = steps_of(small.body)
     assert any(isinstance(s, Collective) and s.name == "ppermute" for s in steps), source(small)
     assert len(steps) <= 8, source(small)
