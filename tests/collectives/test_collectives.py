@@ -6,6 +6,8 @@ are what the stored programs of JAX (tests/programs/test_jax_parity.py) and ``_a
 have: trees, constants, ties, backward(), and what only a vmap sees.
 """
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -277,6 +279,19 @@ def test_tree_travels_as_one_message_per_dtype():
         return psum([x, x * 2, x.to(torch.int64), x[0]], "i")
 
     assert [name for name, *_ in sent(f, torch.ones(4, 3))] == ["all_reduce"] * 2
+
+
+def test_every_message_is_waited_for():
+    """But for those of ppermute, which waits by itself."""
+
+    def f(x):
+        y = ppermute(x, "i", RING) + psum(all_gather(x, "i").sum(0), "i", axis_index_groups=PAIRS)
+        return (y + psum_scatter(all_to_all(x, "i", 0, 0), "i")).sum()
+
+    text = tp.pmap(grad(f), "i", compile=EAGER).lower(torch.ones(4, 4)).as_text()
+    begun = re.findall(r"%(\w+) : .*target=torch\.ops\._c10d_functional\.(?!wait_tensor)", text)
+    assert begun == re.findall(r"wait_tensor\.default\]\(args = \(%(\w+),", text)
+    assert len(begun) == 8  # and their transposes
 
 
 # --- messages -------------------------------------------------------------------------------------
