@@ -236,15 +236,3 @@ def test_random_numbers_of_each_row_in_a_checkpoint(n):
     got = tp.pmap(f, "i", in_axes=(None, 0), compile=False)(key, sample(n, 3))
     draws = [tp.random.normal(tp.random.fold_in(key, k), (3,)) * (1 + k) for k in range(n)]
     same(got, torch.stack(draws))
-
-
-def test_an_axis_name_does_not_leak():
-    def f(x):
-        assert tp.axis_bound("i")
-        assert not tp.axis_bound("j")
-        return x
-
-    mapped = pmap(f, "i", axis_size=1)
-    got = torch.func.grad(lambda x: mapped(x[None])[0])(torch.tensor(3.0))
-    assert float(got) == 1.0
-    assert not tp.axis_bound("i")
