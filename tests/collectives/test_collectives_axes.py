@@ -162,6 +162,7 @@ def wide(x):
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
+@pytest.mark.cpu_only("NCCL and the kernels of accelerators lack some of the dtypes")
 @in_worlds(*LONG, "vmap inside, python", "two", "three")
 def test_every_dtype(run, axis_name):
     def f(bits):

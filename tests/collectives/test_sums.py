@@ -88,6 +88,7 @@ def test_every_sum(dtype, count, way):
         assert value.tolist() == [want] * count, name
 
 
+@pytest.mark.cpu_only("where there is a GPU, CPU devices are not in use")
 def test_every_sum_over_gloo():
     x = torch.tensor([258.0, 1.0], dtype=torch.bfloat16)  # 259 is rounded to 260, not to 258
     with pool_with(2, shared_memory=False):
