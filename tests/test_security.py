@@ -13,6 +13,7 @@ RUNS = {
     "_runtime.local.preload": OWN_PROCESSES,
     "_runtime.local.worker": OWN_PROCESSES,
     "_trace.graph_code": "a text that it has written itself: names and literals",
+    "debug._replay": "a text of its own, at the line that a file names",
     "_runtime.torchrun.runtime": "bytes that this process has pickled itself: a copy of a function",
 }
 """Every module that unpickles or runs texts: whose."""
@@ -39,8 +40,9 @@ def test_nothing_else_reads_pickles_or_runs_texts():
 
 
 def test_checkpoints_have_no_pickles():
-    """Files of other users are JSON and raw bytes: nothing in ``checkpoint`` can read another."""
-    checkpoint = [SOURCES[name].read_text() for name in SOURCES if name.startswith("checkpoint")]
+    """Files of other users, also of recorded calls, are JSON and raw bytes."""
+    ours = ("checkpoint", "debug._record_file", "debug._graph_data")
+    checkpoint = [SOURCES[name].read_text() for name in SOURCES if name.startswith(ours)]
     nodes = [node for text in checkpoint for node in ast.walk(ast.parse(text))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}

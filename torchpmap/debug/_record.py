@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import torch
 
-import torchpmap
 from torchpmap._base.ambient import SETTINGS
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import threads_per_device
@@ -181,7 +180,9 @@ def _facts(number: int, plan: Plan, error: str) -> Facts:
             for index in layout.slices
         ]
         name = names[k] if k < len(names) else f"output {k}"
-        outputs.append({"name": name, "shape": list(layout.shape), "slices": slices})
+        outputs.append(
+            {"name": name, "shape": layout.shape, "ranks": layout.ranks, "slices": slices}
+        )
     named = zip((each.name for each in SETTINGS), definition.ambient, strict=False)
     device = plan.team.runtime.devices[0].platform
     is_launched = process_count() > 1
@@ -194,7 +195,7 @@ def _facts(number: int, plan: Plan, error: str) -> Facts:
         device=device,
         num_threads=own if is_launched else shared,
         versions={
-            "torchpmap": torchpmap.__version__,
+            "torchpmap": sys.modules["torchpmap"].__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
