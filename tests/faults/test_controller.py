@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from _launched import script
-from _rig import EAGER, N, assert_pool_works, eagerly, note_time, rows, total, within
+from _rig import EAGER, N, note_time, total, within
 from _support import SCALE, in_threads, mostly_long
 
 import torchpmap as tp
@@ -167,16 +167,3 @@ def test_row_25_eight_threads():
             assert float(total(y)[1]) == N * (step + 1000.0 * k)
 
     assert within(5, lambda: in_threads(8, work)).error is None
-
-
-@pytest.mark.usefixtures("pool")
-def test_row_25_a_call_inside_a_call():
-    """Inside a mapped function another one maps over an axis of its own, or says why not."""
-
-    def step(x):
-        return tp.pmap(lambda y: tp.psum(y, "j"), "j", compile=False)(torch.ones(3) * x).sum()
-
-    outcome = within(5, lambda: eagerly(step)(rows).tolist())
-    assert outcome.value == [9 * float(x) for x in rows], outcome.error
-    assert total(rows).tolist() == [6.0] * N
-    assert_pool_works()

@@ -31,9 +31,6 @@ TWO = pytest.mark.parametrize("pool", [2], indirect=True)
 pytestmark = pytest.mark.usefixtures("pool")
 
 
-# -- order and volume ------------------------------------------------------------------------------
-
-
 # -- what the workers hold -------------------------------------------------------------------------
 
 

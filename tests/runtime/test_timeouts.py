@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from _support import DEVICE, EAGER, LAGS, SCALE, pool_with, running_pool, wait_for, worker_pids
+from _support import DEVICE, EAGER, LAGS, SCALE, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._runtime.local.triage import Sight, described
@@ -127,19 +127,10 @@ def test_gradient_from_outside_has_the_limit():
     assert total(rows).tolist() == [1, 1]
 
 
-def test_setting_is_the_default():
-    with pool_with(2, timeout=0.3):
-        tp.pmap(ends, "i", compile=False, timeout=60)(rows)
-        with pytest.raises(tp.CallTimeout, match=r"timeout of 0\.3 s"):
-            tp.pmap(loops, "i", compile=False)(rows)
-        f = tp.pmap(lambda x: lingers(x, 1.0), compile=EAGER, timeout=60)
-        assert f(rows).tolist() == [0, 1]
-
-
 @pytest.mark.parametrize("compile", [False, EAGER])
 @pytest.mark.long("compile1")
 def test_setting_applies_at_once(compile):
-    """To a pool that has started, and to a function that has been called."""
+    """To a pool that has started, and to a function that has been called and has no limit."""
     tp.init(2)
     mapped = tp.pmap(lambda x: lingers(x, 2.0), compile=compile)
     plain = tp.pmap(lambda x: x + 1, compile=compile)
@@ -148,6 +139,8 @@ def test_setting_applies_at_once(compile):
         tp.config.timeout = 0.3
         with pytest.raises(tp.CallTimeout, match=r"timeout of 0\.3 s"):
             mapped(rows).tolist()
+        patient = tp.pmap(lambda x: lingers(x, 0.5), compile=compile, timeout=60)
+        assert patient(rows).tolist() == [0, 1]
         tp.config.timeout = None
         assert mapped(rows).tolist() == [0, 1]
         assert plain(rows).tolist() == [1, 2]

@@ -452,52 +452,17 @@ def run_nothing(processes):
     assert not any("EXECUTED" in output.splitlines() for output in outputs(processes))
 
 
-def forge(key):
-    """Write to the store, and wait for the other process to read it."""
-
-    def run(rank):
-        tp.init()
-        if rank == 0:
-            barrier("loaded")
-        rendezvous = tp._runtime.current.runtime().rendezvous
-        rendezvous.store.set(key, pickle.dumps(Runs()))
-        if key == "cause":
-            barrier("loaded")
-        while True:
-            rendezvous.raise_cause()
-            time.sleep(0.01)
-
-    return run
-
-
-jobs.add(2, run_nothing, "forged_message")(forge("turn/0,1/0/1"))
-jobs.add(2, run_nothing, "forged_cause")(forge("cause"))
-jobs.add(2, run_nothing, "forged_posting")(forge("waiting/1"))
-
-
 @jobs.add(2, run_nothing)
-def forged_tree(rank):
+def forged_message(rank):
+    """That nothing else reads pickles: tests/test_security.py."""
     tp.init()
     if rank == 0:
-        tp.multihost.broadcast(None, source=1)
-    what = "torchpmap.multihost.broadcast(source=1)"
-    tp._runtime.current.runtime().exchange((0, 1), b"+" + pickle.dumps(Runs()), what)
-    raise ValueError("forged")
-
-
-@jobs.add(2, run_nothing)
-def forged_report(rank):
-    sums = mapped(compile=False)
-    if rank == 0:
-        sums(ONE)
-    runtime = tp._runtime.current.runtime()
-    real = runtime._rendezvous.exchange
-
-    def exchange(ranks, mine, what, *where):
-        return real(ranks, pickle.dumps(Runs()) if what == "total" else mine, what, *where)
-
-    runtime._rendezvous.exchange = exchange
-    sums(ONE)
+        barrier("loaded")
+    rendezvous = tp._runtime.current.runtime().rendezvous
+    rendezvous.store.set("turn/0,1/0/1", pickle.dumps(Runs()))
+    while True:
+        rendezvous.raise_cause()
+        time.sleep(0.01)
 
 
 QUICK = (
