@@ -173,24 +173,6 @@ def test_methods_of_temporary_instances(mode):
     assert hessian(X).tolist() == torch.full((4, 4), 8.0).tolist()
 
 
-def test_methods_of_modules(mode):
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(2, 2)
-
-        @tp.pmap(axis_name="i", compile=mode)
-        def forward(self, x):
-            return tp.pmean(self.linear(x), "i").detach()
-
-    model, x = Model(), torch.arange(8.0).reshape(4, 2)
-    for _ in range(2):
-        expected = model.linear(x).mean(0).detach()
-        torch.testing.assert_close(model(x).to_host(), expected.expand(4, 2))
-        with torch.no_grad():
-            model.linear.weight.mul_(2)
-
-
 def test_classes_with_slots(mode):
     class Slotted:
         __slots__ = ("scale",)
@@ -205,35 +187,6 @@ def test_classes_with_slots(mode):
 
 
 # Compiling ---------------------------------------------------------------------------------------
-
-
-def scaling_backend(graph, example_inputs, **extra):
-    def run(*inputs):
-        return [output * extra["options"]["scale"] for output in graph(*inputs)]
-
-    return run
-
-
-OF_INDUCTOR = [
-    True,
-    {},
-    {"mode": "default"},
-    {"options": {"max_fusion_size": 4}},
-    {"backend": "inductor", "mode": "max-autotune-no-cudagraphs"},
-]
-VOCABULARY = [EAGER, {"backend": "aot_eager"}]
-VOCABULARY += [pytest.param(compile, marks=pytest.mark.inductor) for compile in OF_INDUCTOR]
-
-
-@pytest.mark.parametrize("compile", VOCABULARY, ids=str)
-def test_compile_vocabulary(compile):
-    mapped = tp.pmap(double, compile=compile, devices=tp.devices()[:1])  # each imports back ends
-    assert mapped(X[2:3]).tolist() == [4.0]
-
-
-def test_callable_backends_get_the_graph_and_the_options():
-    f = tp.pmap(double, compile={"backend": scaling_backend, "options": {"scale": 10}})
-    assert f(X).tolist() == [0.0, 20.0, 40.0, 60.0]
 
 
 @pytest.mark.inductor

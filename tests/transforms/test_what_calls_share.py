@@ -1,5 +1,5 @@
 """Covers: _transforms/call.py, _transforms/mapped.py, _plan/plan.py: which calls share a trace:
-kinds of arguments, statics, orders of keys, lowered calls, what threads change. Donation.
+kinds of arguments, statics, orders of keys, lowered calls. Donation.
 """
 
 import copy
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from _spies import Traces, asked, counted
-from _support import EAGER, autocast
+from _support import EAGER
 
 import torchpmap as tp
 
@@ -204,27 +204,6 @@ def test_traces_per_scalar_type():
     assert f(X, 4.0).tolist() == (X * 4).tolist()
     g, traces = counted(lambda x, h: h(x), static_broadcasted_argnums=1)
     assert traces_of(g, traces, [((X, lambda x: x), {}) for _ in range(2)]) == [1, 2]
-
-
-def test_traces_per_ambient_setting():
-    f, traces = counted(lambda x: torch.full((2,), 1.5) @ x.repeat(2))
-    f(X)
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert tp.pmap(lambda x: torch.ones(1), compile=EAGER)(X).dtype == torch.float64
-        f(X.double())
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert traces.n == 2
-    mm, traces = counted(lambda x: x @ x)
-    square = torch.ones(4, 2, 2)
-    assert mm(square).dtype == torch.float32
-    with autocast(torch.bfloat16):
-        assert mm(square).dtype == torch.bfloat16
-    with autocast(torch.float16):
-        assert mm(square).dtype == torch.float16
-    assert mm(square).dtype == torch.float32
-    assert traces.n == 3
 
 
 # Donation ----------------------------------------------------------------------------------------
