@@ -18,36 +18,24 @@ SETUP = """
     kept = total(x).block_until_ready()
     workers = pids()
 """
-
-
+BUSY = """
+    def step(x):
+        {}
+        return tp.psum(x, "i")
+    threading.Thread(target=lambda: tp.pmap(step, "i", compile=False)(x), daemon=True).start()
+    time.sleep(0.2)
+"""
 WORKERS = {
     "idle": "",
-    "in a collective": """
-        def step(x):
-            while int(tp.axis_index("i")) == 1:
-                time.sleep(0.01)
-            return tp.psum(x, "i")
-        threading.Thread(target=lambda: tp.pmap(step, "i", compile=False)(x), daemon=True).start()
-        time.sleep(0.2)
-    """,
-    "in Python": """
-        def endless(x):
-            while True: pass
-        threading.Thread(target=lambda: tp.pmap(endless, compile=False)(x), daemon=True).start()
-        time.sleep(0.2)
-    """,
+    "in a collective": BUSY.format("int(tp.axis_index('i')) == 1 and time.sleep(1000)"),
+    "in Python": BUSY.format("exec('while True: pass')"),
+    "interpreter locked": BUSY.format("__import__('ctypes').PyDLL(None).sleep(1000)"),
     "parents of children": """
         import multiprocessing
         def has_a_child(x):
             multiprocessing.Process(target=time.sleep, args=(1000,)).start()
             return x
         tp.pmap(has_a_child, compile=False)(x)
-    """,
-    "interpreter locked": """
-        import ctypes
-        lock = lambda x: ctypes.PyDLL(None).sleep(1000) and x
-        threading.Thread(target=lambda: tp.pmap(lock, compile=False)(x), daemon=True).start()
-        time.sleep(0.2)
     """,
     "stopped": """
         os.kill(workers[1], signal.SIGSTOP)

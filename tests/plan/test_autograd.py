@@ -121,9 +121,6 @@ def test_transforms(program, transform):
     same(transform(mapped)(Y), transform(whole)(Y))
 
 
-# What is differentiated --------------------------------------------------------------------------
-
-
 def test_trees_integers_and_none(mode):
     def f(tree, k):
         return {"y": tree["a"] * k, "n": None, "k": k + 1, "b": tree["b"]}
@@ -236,9 +233,6 @@ def test_forward_mode_through_results_without_derivatives(mode):
     for transform in (torch.func.jacfwd, torch.func.hessian):
         got, expected = (transform(lambda x, f=f: weighted(f, x))(X) for f in (mapped, whole))
         same(got, expected)
-
-
-# How --------------------------------------------------------------------------------------------
 
 
 def test_the_forward_pass_is_not_computed_again():
@@ -389,8 +383,6 @@ def test_batches_seen_by_transforms_are_contiguous():
     same(got, torch.ones(2, 5, 4, 3).sin())
 
 
-# Derivatives of derivatives of derivatives -------------------------------------------------------
-
 JACOBIANS = {"F": torch.func.jacfwd, "R": torch.func.jacrev}
 
 
@@ -430,6 +422,8 @@ POLYNOMIALS = {
     "ppermute": lambda x: (x**3 * tp.ppermute(x, ROWS, [(k, (k + 1) % 4) for k in range(4)])).sum(),
     "all_gather": lambda x: (tp.all_gather(x, ROWS).sin().prod(0) * x).sum(),
     "pmax": lambda x: (tp.pmax(x, ROWS) ** 3 * x.cos()).sum(),
+    "pmin": lambda x: (tp.pmin(x, ROWS) ** 3 * x.cos()).sum(),
+    "pmean": lambda x: (tp.pmean(x.sin(), ROWS) * x**2).sum(),
 }
 
 

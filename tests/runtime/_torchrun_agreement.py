@@ -109,6 +109,13 @@ OTHER_ROWS: dict[str, tuple[str, Callable[[bool], Any]]] = {
     "numbers_of_rows_of_a_batch": (
         "batch must be the same in all processes",
         lambda other: tp.shard_batch(torch.ones(8 if other else 4))),
+    "batches": (
+        "batch['x'] must be the same in all processes, but rank 1",
+        lambda other: tp.shard_batch({"x": torch.full((4,), float(other))})),
+    "modules": (
+        "module['weight'] must be the same in all processes, but rank 1",
+        lambda other: tp.replicate(
+            torch.nn.Embedding.from_pretrained(torch.full((1, 1), float(other))))),
 }  # fmt: skip
 """The error, and what the processes do; all but the first are another one."""
 

@@ -43,6 +43,7 @@ def call(function=total, x=ONE, **options):
 
 barrier = tp.multihost.barrier
 
+
 # -- different programs ----------------------------------------------------------------------------
 
 DIFFERENT = (
@@ -93,15 +94,11 @@ def other_body(rank):
     call(lambda x: tp.psum(scale * x, "i"))
 
 
-@jobs.add(
-    2,
-    differ_in_line(
-        r"rank 0: total\(float32\[1\]\) on 2 devices.*: .*all_reduce.*ranks:0,1",
-        r"rank 1: total\(float32\[1\]\) on 2 devices.*: .*all_reduce.*ranks:1,0",
-    ),
+REVERSED = differ_in_line(
+    r"rank 0: total\(float32\[1\]\) on 2 devices.*: .*all_reduce.*ranks:0,1",
+    r"rank 1: total\(float32\[1\]\) on 2 devices.*: .*all_reduce.*ranks:1,0",
 )
-def other_devices(rank):
-    call(devices=tp.devices() if rank == 0 else tp.devices()[::-1])
+jobs.add(2, REVERSED, "other_devices")(lambda rank: call(devices=tp.devices()[:: 1 - 2 * rank]))
 
 
 def waits_elsewhere(other):
@@ -113,15 +110,12 @@ def waits_elsewhere(other):
     )
 
 
-@jobs.add(2, waits_elsewhere("total(float32[1, 2]) on 2 devices"))
-def other_shape_later(rank):
-    warmed_up()(torch.ones(1, 2) if rank == 1 else torch.ones(1))
-
-
-@jobs.add(2, waits_elsewhere("total(float32[1]), compile=False"))
-def one_untraced_later(rank):
-    sums = warmed_up()
-    call(compile=False) if rank == 1 else sums(ONE)
+jobs.add(2, waits_elsewhere("total(float32[1, 2]) on 2 devices"), "other_shape_later")(
+    lambda rank: warmed_up()(torch.ones(1, 1 + rank))
+)
+jobs.add(2, waits_elsewhere("total(float32[1]), compile=False"), "one_untraced_later")(
+    lambda rank: (warmed_up(), mapped(compile=False))[rank](ONE)
+)
 
 
 ORDER = (

@@ -66,9 +66,6 @@ def shares(request):
         yield request.param
 
 
-# -- the user's errors (more of them: tests/faults/test_exceptions.py) -----------------------------
-
-
 def test_warnings_as_errors_stay_in_the_call(unharmed):
     def step(x):
         warnings.simplefilter("error")
@@ -77,9 +74,6 @@ def test_warnings_as_errors_stay_in_the_call(unharmed):
 
     with pytest.raises(UserWarning, match="raised"):
         eagerly(step)(rows)
-
-
-# -- failed collectives are known by where they fail -----------------------------------------------
 
 
 @torch.library.custom_op("torchpmap_tests::trip", mutates_args=())
@@ -131,9 +125,6 @@ def test_the_other_rank_has_the_consequence(compile, shares):
         step(rows, True).tolist()
 
 
-# -- frames that are none --------------------------------------------------------------------------
-
-
 def this_worker():
     """The worker that runs the mapped function which asks."""
     (worker,) = (o for o in gc.get_objects() if type(o).__name__ == "_Worker")
@@ -182,9 +173,6 @@ def test_block_unlike_its_header_ends_the_worker(body):
     with pytest.raises(tp.ShardLost, match=rf"{DEVICE}:1(.|\n)*broken frame"):
         value.tolist()
     assert total(rows).tolist() == [1, 1]
-
-
-# -- processes and threads of the user's code ------------------------------------------------------
 
 
 def uses_processes(x):
@@ -279,9 +267,6 @@ def test_a_child_ends_with_its_worker():
     assert total(rows).tolist() == [1, 1]
     assert wait_for(lambda: not is_running(mine))
     assert is_running(other)
-
-
-# -- what tracing promised -------------------------------------------------------------------------
 
 
 def backend(change):

@@ -38,9 +38,6 @@ CUBE = torch.arange(24.0).reshape(4, 2, 3)
 X, ONE, WEIGHTS = torch.arange(4.0), torch.ones(4), torch.tensor([1.0, 2.0, 3.0])
 
 
-# in_axes, out_axes and signatures ----------------------------------------------------------------
-
-
 def given(*args, **kwargs):
     return args, kwargs
 
@@ -123,9 +120,6 @@ def test_wrong_calls_are_pythons_own_errors(mode):
         f(ONE, ONE, ONE)
 
 
-# Devices -----------------------------------------------------------------------------------------
-
-
 def test_devices_give_the_order_of_the_axis(mode):
     fewer = tp.pmap(lambda x: x + 1, compile=mode)(torch.zeros(3))
     assert [shard.device for shard in fewer.addressable_shards] == tp.devices()[:3]
@@ -138,9 +132,6 @@ def test_devices_give_the_order_of_the_axis(mode):
     some = tp.devices()[1:4]
     index = tp.pmap(lambda: tp.axis_index("i"), "i", devices=some, compile=mode)()
     assert index.devices() == set(some)
-
-
-# Outputs -----------------------------------------------------------------------------------------
 
 
 def test_constants_and_numpy_outputs(mode):
@@ -199,8 +190,6 @@ def test_a_compiled_permutation_is_not_overwritten_while_it_travels():
         torch.testing.assert_close(diffused(u.reshape(4, 5)).cpu().flatten(), expected[3:-3])
 
 
-# Kinds of input ----------------------------------------------------------------------------------
-
 LAYOUTS = {
     "negative strides": np.arange(8.0)[::-2],
     "backwards": np.arange(8.0).reshape(4, 2)[::-1, ::-1],
@@ -256,6 +245,3 @@ def test_an_argument_returned_unchanged_is_a_value_of_its_own(mode):
     out = tp.pmap(lambda x: x, compile=mode)(x)
     x.delete()
     same(out, ROWS)
-
-
-# ShardedTensors in any layout --------------------------------------------------------------------

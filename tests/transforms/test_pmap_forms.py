@@ -26,9 +26,6 @@ def double(x):
     return x * 2
 
 
-# Functions ---------------------------------------------------------------------------------------
-
-
 class Scaler:
     def __init__(self, scale):
         self.scale = scale
@@ -186,9 +183,6 @@ def test_classes_with_slots(mode):
     assert instance.mapped(X).tolist() == (X * 3).tolist()
 
 
-# Compiling ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.inductor
 @pytest.mark.always  # there is no compiler
 def test_without_a_cpp_compiler(monkeypatch):
@@ -200,9 +194,6 @@ def test_without_a_cpp_compiler(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tp.pmap(lambda x: x * 3)(X).tolist() == [0.0, 3.0, 6.0, 9.0]
-
-
-# What cannot be traced ---------------------------------------------------------------------------
 
 
 def branch(x):
@@ -249,9 +240,6 @@ def test_falls_back_with_one_warning_that_names_the_line(fun, line, x, expected)
     assert error.value.__cause__ is not None
 
 
-# Exceptions of the user --------------------------------------------------------------------------
-
-
 def test_shape_errors_are_torchs_own_and_point_at_the_line(capfd, caplog):
     def fails(x):
         return x @ torch.ones(5, 2)
@@ -262,9 +250,6 @@ def test_shape_errors_are_torchs_own_and_point_at_the_line(capfd, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     frames = [frame.name for frame in error.traceback if str(frame.path) == __file__]
     assert frames[-1] == "fails"
-
-
-# Inside and around other transforms ---------------------------------------------------------------
 
 
 def test_results_do_not_require_grad_where_nothing_does(mode):

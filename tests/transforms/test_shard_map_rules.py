@@ -30,16 +30,6 @@ def mapped(fun, mesh, in_specs, out_specs, **options):
     return tp.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
 
 
-def test_rule_1_decorator_wrapped_and_lower(mesh):
-    @tp.shard_map(mesh=mesh, in_specs=XY, out_specs=P("x"), compile=EAGER)
-    def total(a):
-        return tp.psum(a, "y")
-
-    assert total(X).tolist() == (X[:, :2] + X[:, 2:]).tolist()
-    assert total.__wrapped__.__name__ == "total"
-    assert "all_reduce" in total.lower(X).as_text()
-
-
 @pytest.mark.parametrize("options", [{"in_specs": XY}, {}])
 def test_rule_1_pickled(mesh, options):
     placed = mapped(torch.neg, mesh, XY, XY)(X)
