@@ -133,8 +133,9 @@ def test_setting_applies_at_once(compile):
         tp.config.timeout = 0.3
         with pytest.raises(tp.CallTimeout, match=r"timeout of 0\.3 s"):
             mapped(rows).tolist()
-        patient = tp.pmap(lambda x: lingers(x, 0.5), compile=compile, timeout=60)
-        assert patient(rows).tolist() == [0, 1]
+        for way in (EAGER, False):
+            patient = tp.pmap(lambda x: lingers(x, 0.5), compile=way, timeout=60)
+            assert patient(rows).tolist() == [0, 1]
         tp.config.timeout = None
         assert mapped(rows).tolist() == [0, 1]
         assert plain(rows).tolist() == [1, 2]
