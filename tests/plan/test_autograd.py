@@ -422,8 +422,6 @@ POLYNOMIALS = {
     "ppermute": lambda x: (x**3 * tp.ppermute(x, ROWS, [(k, (k + 1) % 4) for k in range(4)])).sum(),
     "all_gather": lambda x: (tp.all_gather(x, ROWS).sin().prod(0) * x).sum(),
     "pmax": lambda x: (tp.pmax(x, ROWS) ** 3 * x.cos()).sum(),
-    "pmin": lambda x: (tp.pmin(x, ROWS) ** 3 * x.cos()).sum(),
-    "pmean": lambda x: (tp.pmean(x.sin(), ROWS) * x**2).sum(),
 }
 
 

@@ -67,14 +67,6 @@ def test_error_of_a_compiled_call_is_raised_where_its_value_is_used(use):
         assert value.tolist() == [1, 2]
 
 
-def test_a_function_that_is_first_called_while_a_call_is_late_works_afterwards():
-    late = tp.pmap(lingers, compile=EAGER, timeout=LIMIT_S)(rows)
-    first = tp.pmap(lambda x: tp.psum(x * 2, "i"), "i", compile=EAGER)
-    with pytest.raises(tp.CallTimeout, match="lingers did not end within its timeout"):
-        first(late).tolist()
-    assert first(rows).tolist() == [2, 2]
-
-
 def test_a_call_whose_result_is_not_used_has_the_same_limit():
     y = tp.pmap(lingers, compile=EAGER, timeout=LIMIT_S)(rows)
     assert wait_for(lambda: running_pool().broken, 5)

@@ -111,7 +111,7 @@ def waits_elsewhere(other):
 
 
 jobs.add(2, waits_elsewhere("total(float32[1, 2]) on 2 devices"), "other_shape_later")(
-    lambda rank: warmed_up()(torch.ones(1, 1 + rank))
+    lambda rank: warmed_up()(torch.ones(1, 2) if rank else ONE)
 )
 jobs.add(2, waits_elsewhere("total(float32[1]), compile=False"), "one_untraced_later")(
     lambda rank: (warmed_up(), mapped(compile=False))[rank](ONE)

@@ -33,6 +33,18 @@ def pushed(f):
     return lambda p: torch.func.jvp(f, (p,), (p * p,))[1]
 
 
+def check(mapped, whole, x):
+    wanted = torch.func.jacfwd(pushed(whole))(x)
+    torch.testing.assert_close(torch.func.jacfwd(pushed(mapped))(x).cpu(), wanted)
+    _, tangent = torch.func.jvp(pushed(mapped), (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(tangent.cpu(), wanted.sum(-1))
+
+
+@pytest.mark.parametrize("op", WHOLE, ids=lambda op: op.__name__)
+def test_outside(op, x, mode):
+    check(tp.pmap(lambda p: p * op(p, "i"), "i", compile=mode), lambda p: p * WHOLE[op](p, 0), x)
+
+
 @pytest.mark.parametrize("op", WHOLE, ids=lambda op: op.__name__)
 def test_inside(op, x, mode):
     """Every row along its own direction, so that the tangent is that of the whole."""
@@ -44,6 +56,11 @@ def test_inside(op, x, mode):
     wanted = torch.func.jvp(pushed(lambda p: WHOLE[op](p, 0)), (x,), (torch.ones_like(x),))[1]
     result = tp.pmap(row, "i", compile=mode)(x)
     torch.testing.assert_close(result.cpu(), wanted.expand(len(x)))
+
+
+def test_one_value_of_equal_rows(x, mode):
+    mapped = tp.pmap(lambda p: tp.psum(p**3, "i"), "i", out_axes=None, compile=mode)
+    check(mapped, lambda p: (p**3).sum(), x)
 
 
 class _Doubled(torch.autograd.Function):
