@@ -25,17 +25,6 @@ def drawn(shape, mesh, *spec):
     return str(pictured(shape, mesh, *spec))
 
 
-def test_replicas_share_a_box():
-    assert drawn((4, 3), MESH, "a") == (
-        "float32[4, 3], cut along dim 0\n"
-        "    +-------------------------+\n"
-        "0:2 | cpu:0 cpu:1 cpu:2 cpu:3 |\n"
-        "    +-------------------------+\n"
-        "2:4 | cpu:4 cpu:5 cpu:6 cpu:7 |\n"
-        "    +-------------------------+"
-    )
-
-
 def test_columns_are_in_the_order_of_their_index():
     head, names, rule, boxes, _ = drawn((3, 16), MESH, None, ("b", "a")).splitlines()
     assert head == "float32[3, 16], cut along dim 1"

@@ -43,20 +43,14 @@ rows = torch.arange(2.0)
 total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
 
 
-@contextlib.contextmanager
-def nothing_lost():
+@pytest.fixture
+def unharmed():
     """A value lives on, on workers that do."""
     value, pids = tp.pmap(lambda x: x + 1, compile=EAGER)(rows).block_until_ready(), worker_pids(2)
     yield
     assert value.tolist() == [1, 2]
     assert worker_pids(2) == pids
     assert total(rows).tolist() == [1, 1]
-
-
-@pytest.fixture
-def unharmed():
-    with nothing_lost():
-        yield
 
 
 @pytest.fixture(params=[False, True], ids=["socket", "shared"])
