@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _launched import Program
 from _support import (
     DEVICE,
     EAGER,
@@ -306,6 +307,28 @@ def test_forked_child_is_told_and_the_parent_goes_on():
     assert y.tolist() == [4, 4, 4, 4]
     assert f(y).tolist() == [16, 16, 16, 16]
     assert worker_pids() == pids
+
+
+def test_import_starts_and_opens_nothing():
+    code = """
+import gc, os, sys, threading
+import torch, numpy, cloudpickle
+before = len(os.listdir("/proc/self/fd")), threading.active_count(), set(sys.modules)
+import torchpmap
+import multiprocessing.resource_tracker
+from torchpmap._runtime.local.forkserver import server
+assert before[:2] == (len(os.listdir("/proc/self/fd")), threading.active_count())
+assert server.pid is None
+assert multiprocessing.resource_tracker._resource_tracker._pid is None
+heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "sympy", "jax"}
+print(sorted(heavy & set(sys.modules)))
+assert gc.isenabled()
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    print("no children")
+"""
+    assert Program("-c", code).wait().clean() == "[]\nno children\n"
 
 
 @TWO
