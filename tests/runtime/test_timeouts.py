@@ -125,6 +125,9 @@ def test_setting_applies_at_once(compile):
         tp.config.timeout = 0.3
         with pytest.raises(tp.CallTimeout, match=r"timeout of 0\.3 s"):
             mapped(rows).tolist()
+        tp.shutdown()  # the next pool starts with it
+        with pytest.raises(tp.CallTimeout, match=r"timeout of 0\.3 s"):
+            mapped(rows).tolist()
         for way in (EAGER, False):
             patient = tp.pmap(lambda x: lingers(x, 0.5), compile=way, timeout=60)
             assert patient(rows).tolist() == [0, 1]

@@ -170,6 +170,24 @@ def test_methods_of_temporary_instances(mode):
     assert hessian(X).tolist() == torch.full((4, 4), 8.0).tolist()
 
 
+def test_methods_of_modules(mode):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 2)
+
+        @tp.pmap(axis_name="i", compile=mode)
+        def forward(self, x):
+            return tp.pmean(self.linear(x), "i").detach()
+
+    model, x = Model(), torch.arange(8.0).reshape(4, 2)
+    for _ in range(2):
+        expected = model.linear(x).mean(0).detach()
+        torch.testing.assert_close(model(x).to_host(), expected.expand(4, 2))
+        with torch.no_grad():
+            model.linear.weight.mul_(2)
+
+
 def test_classes_with_slots(mode):
     class Slotted:
         __slots__ = ("scale",)

@@ -206,6 +206,20 @@ def test_traces_per_scalar_type():
     assert traces_of(g, traces, [((X, lambda x: x), {}) for _ in range(2)]) == [1, 2]
 
 
+def test_backward_inside(mode):
+    w = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    w.grad = torch.tensor([5.0, 5.0])
+
+    def f(x):
+        ((w * x) ** 2).sum().backward()
+        return w.grad
+
+    g = tp.pmap(f, compile=mode)
+    for _ in range(2):  # and nothing is added up from call to call
+        torch.testing.assert_close(g(X).cpu(), 2 * X[:, None] ** 2 * w.detach(), rtol=0, atol=0)
+    assert w.grad.tolist() == [5.0, 5.0]
+
+
 # Donation ----------------------------------------------------------------------------------------
 
 
