@@ -229,15 +229,6 @@ def an_argument_that_is_closed_over_and_gets_its_gradient_inside(on):
 
 
 @cases.add(fullgraph=False)
-def an_argument_that_is_closed_over_and_written_to(on):
-    a, b = (on.put(torch.zeros(8, 8)) for _ in range(2))
-    f = on.jit(lambda x: a.add_(1))
-    for x in (a, b):
-        f(x)
-    return [a, b]
-
-
-@cases.add(fullgraph=False)
 def what_the_backward_pass_writes_to(on):
     w, seen = leaf(on), on.put(torch.zeros(8, 8, dtype=torch.float64))
 
