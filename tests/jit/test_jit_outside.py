@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from _cases import Cases, OnDevices, data
-from _models import LAYOUTS, MODELS, batches, cut, made, placed
-from _support import EAGER, autocast, mostly_long
+from _support import EAGER, autocast
 from torch import nn
 
 import torchpmap as tp
@@ -401,33 +400,6 @@ def where_nothing_may_be_saved(on):
 
 
 test_as_in_plain_torch = cases.tests()
-
-
-def train(kind, model, jit=lambda forward: forward, put=lambda batch: batch):
-    """The losses of some steps of which only the model is jitted, and that function."""
-    forward, optimizer = jit(lambda x: model(x)), torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for batch in batches(kind, 3):
-        x, y = put(batch)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(forward(x).flatten(0, -2), y.flatten())
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, forward
-
-
-@pytest.mark.parametrize("compile", mostly_long([EAGER], True))
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_models(kind, layout, compile):
-    plain, model = made(kind), placed(made(kind), layout)
-    jit = functools.partial(tp.jit, compile=compile, fullgraph=True)
-    losses, forward = train(kind, model, jit, lambda batch: cut(batch, layout))
-    assert losses == pytest.approx(train(kind, plain)[0], rel=1e-12)
-    assert forward.num_traces == 1
-    for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), right.grad, atol=1e-10, rtol=0)
 
 
 def test_dropout_has_one_mask():
