@@ -34,9 +34,7 @@ class Plain:
             parameter.data = data(k, *parameter.shape) / 2
         return self.put(model)
 
-    def step(
-        self, model: Any, *optimizers: Any, also: Any = lambda: None, **zero_grad: Any
-    ) -> Any:
+    def step(self, model: Any, *optimizers: Any, also: Any = lambda: None, **zero_grad: Any) -> Any:
         """A jitted step of training, which gives the loss; ``also`` is called at its end."""
 
         def step(*given: Any) -> Any:

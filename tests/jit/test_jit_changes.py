@@ -1,6 +1,4 @@
-"""Covers: _transforms/jit.py, _trace/snapshot.py: what no graph can express, what later calls have
-otherwise, and values under two names.  Each case is a program; right is what torch gives.
-"""
+"""Covers: _transforms/jit.py, _trace/snapshot.py: what no graph can say, what later calls have."""
 
 from collections import deque
 

@@ -1,7 +1,4 @@
-"""Covers: _trace/whole.py and _transforms/jit_program.py: what a function does besides returning.
-
-Each case is a program; what is right is what it gives in plain torch.
-"""
+"""Covers: _trace/whole.py, _transforms/jit_program.py: what a function does besides returning."""
 
 import copy
 

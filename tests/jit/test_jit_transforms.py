@@ -1,7 +1,4 @@
-"""Covers: _transforms/jit_transforms.py: torch's transforms around calls of a jitted function.
-
-With ``fullgraph=True`` a derivative that runs operation by operation is an error.
-"""
+"""Covers: _transforms/jit_transforms.py: torch's transforms around calls of a jitted function."""
 
 import pytest
 import torch
@@ -138,9 +135,6 @@ def test_where_derivatives_lie():
     assert rows.sharding.spec == P("x")  # each device has those of its rows
     host = AROUND["grad of grad"](jit(f), data(0), x)
     assert type(host) is torch.Tensor
-
-
-# -- what the function closes over, and returns ----------------------------------------------------
 
 
 @cases.add()

@@ -356,9 +356,6 @@ def test_writes_to_rows_of_a_module_are_seen():
     equal(module, plain)
 
 
-# Modules that gather ------------------------------------------------------------------------------
-
-
 def test_a_module_that_gathers_says_so_once():
     class Summing(nn.Module):
         def __init__(self):
@@ -379,9 +376,6 @@ def test_a_module_that_gathers_says_so_once():
     module(x).sum().backward()
     Summing()(X)
     nn.Softmax(0)(x)  # it has nothing on the devices
-
-
-# -- shard_module ----------------------------------------------------------------------------------
 
 
 def test_parameters_lie_as_their_names_say():

@@ -1,6 +1,4 @@
-"""Covers: torchpmap.multihost with a single process, where nothing is sent (with several:
-test_torchrun.py).
-"""
+"""Covers: torchpmap.multihost of a single process (of several: test_torchrun.py)."""
 
 import re
 

@@ -121,9 +121,6 @@ def test_dtypes_are_kept(dtype):
     assert [(x.shape, x.dtype) for x in pytree.tree_leaves((after, later))] == kinds
 
 
-# What is left over --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mapped", [False, True])
 @each
 def test_flush_steps_with_the_mean_of_what_is_left(name, mapped):

@@ -252,9 +252,6 @@ def test_files_stay(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted(paths)
 
 
-# ends --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "run"),
     [(ValueError, lambda f: f(X)), (KeyboardInterrupt, lambda f: f(X)),
@@ -343,9 +340,6 @@ def test_without_devices(traced):
 def test_inside_a_mapped_function(traced):
     with pytest.raises(RuntimeError, match=r"profiler.trace was called inside a mapped function"):
         tp.pmap(lambda x: traced(torch.sin, x), compile=EAGER)(X)
-
-
-# several hosts -----------------------------------------------------------------------------------
 
 
 def test_clocks_of_hosts():

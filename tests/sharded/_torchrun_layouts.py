@@ -61,9 +61,6 @@ def whole(x: Any) -> Any:
     return value
 
 
-# -- DeviceMesh ------------------------------------------------------------------------------------
-
-
 @expect([True, True, ("x", "y"), [[0, 1], [2, 3]], True])
 def meshes_there_and_back():
     mesh = grid()
@@ -97,8 +94,6 @@ def meshes_of_torch():
     mine = [d.id for d in tp.Mesh.from_device_mesh(theirs["b"]).devices.flat]
     return [named.axis_names, plain.axis_names, mine == [[0, 1], [2, 3]][tp.process_index() // 2]]
 
-
-# -- DTensor ---------------------------------------------------------------------------------------
 
 SPECS = (P("x"), P("x", "y"), P(None, ("x", "y")), P("y", "x"))
 
@@ -146,9 +141,6 @@ def a_dtensor_of_blocks_on_another_mesh():
     tp.to_dtensor(put(P("x")), line())
 
 
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
 @expect([True, True, True, True])
 def checkpoints_of_blocks():
     path = Path(sys.argv[1]) / "checkpoint"
@@ -160,17 +152,12 @@ def checkpoints_of_blocks():
     return [*found, torch.equal(tp.checkpoint.load(path)["x"], X)]
 
 
-# -- operations ------------------------------------------------------------------------------------
-
-
 @expect([X.sum(0), X.mean(1), X @ X[:, :4], X.T.sin(), (X + X[0]).amax()])
 def operations_on_blocks():
     x = put(P("x", "y"))
     results = [x.sum(0), x.mean(1), x @ X[:, :4], x.T.sin(), (x + X[0]).amax()]
     return [whole(result) for result in results]
 
-
-# -- moves -----------------------------------------------------------------------------------------
 
 ALL = (
     *(P("x"), P("y"), P("x", "y"), P("y", "x"), P(None, "x")),
@@ -264,8 +251,6 @@ def a_gradient_through_a_move():
     return whole(x.grad)
 
 
-# -- layers ---------------------------------------------------------------------------------------
-
 LAYERS: list[Callable[[], nn.Module]] = [
     lambda: nn.MultiheadAttention(4, 2, batch_first=True),
     lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
@@ -299,9 +284,6 @@ def layers_train():
     return gradients_of_layers(tp.replicate, put(P("x")) / 20)
 
 
-# -- what each process does alone ------------------------------------------------------------------
-
-
 @expect([Raised("ValueError", "aten.normal_.default draws must be the same in all processes"), 0.0])
 def numbers_drawn_for_copies_of_a_block_are_equal():
     x = put(P("x"), value=torch.zeros(4))
@@ -322,9 +304,6 @@ def operations_of_one_process_drop_none_of_all():
         for k in range(1, 20 if tp.process_index() == 0 else 2):
             tp.device_put(torch.ones(k), tp.local_devices()[0]) * k
         return float((x * 2 + 1 - 4 * put(P("x"))[:, 0]).mean())
-
-
-# -- derivatives -----------------------------------------------------------------------------------
 
 
 def cubes() -> Any:

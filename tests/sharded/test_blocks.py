@@ -1,9 +1,4 @@
-"""Covers: _rules*.py, _sharded/graphs.py, _sharded/blocks.py: which operations on ShardedTensors
-stay on the devices, and that their numbers are torch's.
-
-Every case is an expression of values, of those on the devices and of the same plain tensors;
-plain torch says what must come out.
-"""
+"""Covers: _rules*.py, _sharded/graphs.py, blocks.py: what stays on devices; numbers."""
 
 import pytest
 import torch
@@ -137,8 +132,6 @@ def test_where_results_are_and_what_is_fetched_for_them(function, place, num_byt
                 assert shard.data.dtype == right.dtype
                 torch.testing.assert_close(shard.data, right[shard.index], equal_nan=True)
 
-
-# In place ----------------------------------------------------------------------------------------
 
 IN_PLACE = """
     x.add_(1); x.add_(y, alpha=-0.5); x.mul_(x); x.sub_(same); x.div_(host_bias + 20)

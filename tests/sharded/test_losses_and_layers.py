@@ -215,9 +215,6 @@ def test_random_numbers_fetch_nothing_and_are_those_of_one_device(name):
     assert torch.equal(drawn_next, torch.rand(4))
 
 
-# Recurrent layers --------------------------------------------------------------------------------
-
-
 def check_module(plain, x):
     """One step on the devices and here; what is listed as gathered."""
     module = tp.replicate(copy.deepcopy(plain))

@@ -1,7 +1,4 @@
-"""Covers: _sharded/spread.py and choice.py: a graph of whole values, run on blocks by devices.
-
-What is right is what plain torch gives for the whole values.
-"""
+"""Covers: _sharded/spread.py and choice.py: a graph of whole values, run on blocks by devices."""
 
 import itertools
 from collections import Counter

@@ -1,6 +1,4 @@
-"""Covers: _sharded/tensor.py, _sharded/shown.py: a ShardedTensor is a torch.Tensor whose data is
-elsewhere; its view in a notebook.
-"""
+"""Covers: _sharded/tensor.py, shown.py: a Tensor whose data is elsewhere, and how it is shown."""
 
 import copy
 import io
@@ -25,9 +23,6 @@ pytestmark = pytest.mark.usefixtures("pool")
 def same(result, expected, kind=torch.Tensor):
     assert type(result) is kind
     torch.testing.assert_close(result, torch.as_tensor(expected), rtol=0, atol=0, equal_nan=True)
-
-
-# What it says of itself --------------------------------------------------------------------------
 
 
 def test_is_a_tensor_without_moving_data(y, monkeypatch):
@@ -60,9 +55,6 @@ def test_repr(y, columns):
     assert repr(LAYOUTS["2x2"]()).endswith(f"PartitionSpec('x', 'y') on {where})")
     y.delete()
     assert repr(y) == "ShardedTensor(shape=[4, 2], deleted by delete())"
-
-
-# To the host -------------------------------------------------------------------------------------
 
 
 def test_arrays_are_copies(y):
@@ -105,9 +97,6 @@ def test_numpy_accepts_it(y):
     np.testing.assert_allclose(np.interp(y, [0, 10], [0, 20]), ROWS * 2)
 
 
-# Indexing ----------------------------------------------------------------------------------------
-
-
 def test_indexing_with_a_sharded_tensor(y):
     where = tp.replicate(torch.tensor([3, 1]))
     same(y[where], ROWS[[3, 1]])
@@ -128,9 +117,6 @@ def test_iteration_moves_the_data_once(y, monkeypatch):
     assert 9.0 not in y
 
 
-# Copies and pickles ------------------------------------------------------------------------------
-
-
 def test_pickles_are_plain_tensors(y):
     same(pickle.loads(pickle.dumps(y)), ROWS)
     again = pickle.loads(pickle.dumps({"a": y.requires_grad_()}))["a"]
@@ -149,9 +135,6 @@ def test_copies(y):
     assert twin["y"].tolist() == ROWS.tolist()
     with pytest.raises(TypeError, match="made by pmap"):
         tp.ShardedTensor([1, 2])
-
-
-# Moving and deleting -----------------------------------------------------------------------------
 
 
 def test_deleted_values_say_so(y):
@@ -191,8 +174,6 @@ def test_matplotlib_plots_it(y):
     pyplot.close(figure)
 
 
-# Numbers that C code asks for ---------------------------------------------------------------------
-
 NUMBERS = [torch.tensor(x) for x in (2.5, -3, True, 1.5 + 2j)]
 NUMBERS.append(torch.tensor(2.5, dtype=torch.float16))
 CONSTRUCTORS = """
@@ -226,9 +207,6 @@ def test_tensors_of_rows_of_replicated_values():
     assert torch.tensor([x[0], x[2], y[3], y.sum()]).tolist() == [0, 2, 3, 6]
     weights = tp.replicate(torch.ones(2)).requires_grad_()
     assert torch.tensor([weights.sum()]).tolist() == [2]
-
-
-# In a notebook -----------------------------------------------------------------------------------
 
 
 def test_numbers_and_blocks(y):

@@ -1,8 +1,4 @@
-"""Covers: _sharded/host.py, _sharded/memory.py, _base/torch_internals.py: what is written
-to is written, and memory that is not here is not touched.
-
-Expectations are plain torch's.
-"""
+"""Covers: _sharded/host.py, memory.py: what is written to is written; no other memory is."""
 
 import copy
 import re

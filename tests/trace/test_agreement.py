@@ -31,9 +31,6 @@ def total(x):
 DIRECT = functools.partial(tp.psum, axis_name="i")
 
 
-# -- programs that differ between devices, and would exchange equal shapes -------------------------
-
-
 def swapped(reduce):
     """The sums of two values, on odd devices the other way round."""
 
@@ -149,9 +146,6 @@ def test_lanes_on_devices_that_differ(pool):
         eagerly(swapped_over_lanes, "rows")(torch.arange(6.0).reshape(2, 3))
 
 
-# -- programs that do not differ -------------------------------------------------------------------
-
-
 def other_values_in_the_same_line(x, odd):
     values = [10 * x, x] if odd else [x, 10 * x]
     first, _ = [tp.psum(value, "i") for value in values]
@@ -175,9 +169,6 @@ def test_programs_that_do_not_differ(name, pool):
     function, expected = SAME[name]
     step = eagerly(lambda x: function(x, int(tp.axis_index("i")) == 1))
     assert step(X[: len(expected)]).tolist() == expected
-
-
-# -- fingerprints ----------------------------------------------------------------------------------
 
 
 def fingerprints(source, filename="user.py"):
@@ -233,9 +224,6 @@ def test_fingerprint_is_the_same_in_another_process():
     command = [sys.executable, "-c", FROM_A_PICKLE]
     other = subprocess.run(command, input=shipped, capture_output=True, check=True, timeout=60)
     assert other.stdout.decode() == key()
-
-
-# -- threads ---------------------------------------------------------------------------------------
 
 
 def test_collective_on_a_thread_of_the_functions(pool):

@@ -1,8 +1,4 @@
-"""Covers: _trace/buckets.py: sums over the devices run in buckets beside the computation.
-
-A CPU of these tests exchanges data while it computes, as accelerators do.  The numbers expected are
-those without buckets, and those of one device.
-"""
+"""Covers: _trace/buckets.py: sums run in buckets beside the computation; CPUs stand for GPUs."""
 
 import re
 from datetime import timedelta
@@ -122,9 +118,6 @@ def examples(shapes=SHAPES, seed=0):
     return [torch.randn(shape, generator=make) for shape in shapes]
 
 
-# -- order ----------------------------------------------------------------------------------------
-
-
 def test_a_sum_starts_behind_its_gradient_and_is_awaited_before_its_first_use(buckets):
     buckets(WEIGHT_BYTES)
     graph = traced(step, *SHAPES)
@@ -234,9 +227,6 @@ def test_other_collectives_keep_their_order(buckets):
     assert launches.count("max") == 1
 
 
-# -- compiled code --------------------------------------------------------------------------------
-
-
 @pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what Inductor imports
 @pytest.mark.parametrize("function", [step, norms])
@@ -258,9 +248,6 @@ def test_compiled_code_starts_sums_while_it_computes(buckets, group, monkeypatch
     given = examples(shapes)
     for result, expected in zip(runner(list(given)), graph(*given), strict=True):
         torch.testing.assert_close(result, expected)
-
-
-# -- numbers --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
-"""Covers: _plan/plan.py, _trace/environment.py, _trace/capture.py, _trace/pickling.py: a function
-sees the present outside and never writes to it.
-"""
+"""Covers: _trace/environment.py, capture.py: a function sees the present outside and only reads."""
 
 import numpy as np
 import pytest
@@ -16,8 +14,6 @@ pytestmark = pytest.mark.usefixtures("pool")
 
 X, ROWS = torch.arange(4.0), torch.ones(2, 3)
 
-
-# What the function sees of the outside is never stale --------------------------------------------
 
 SCALE = 1.0
 ARRAY = np.float32(1.0)
@@ -187,9 +183,6 @@ def test_unchanged_captured_tensors_are_sent_once(inference, monkeypatch):
     assert [name for name, _ in calls] == ["execute", "put", "execute", "fetch"]
 
 
-# Writes that would be lost -----------------------------------------------------------------------
-
-
 def replace_data(w, p, x):
     p.data = p.data - x
 
@@ -290,8 +283,6 @@ def test_gradients_left_behind_raise():
         tp.pmap(f, compile=EAGER)(X)
     assert w.grad is None
 
-
-# What transforms around the call trace, and transforms inside the function use --------------------
 
 OUTER = {
     "grad": lambda f: torch.func.grad(lambda w: f(w).sum()),

@@ -1,7 +1,4 @@
-"""Covers: _trace/custom_ops.py, _trace/transform_rules.py: operations that users add to torch.
-
-A worker imports nothing of the user's, so what defines an operation travels with what uses it.
-"""
+"""Covers: _trace/custom_ops.py: operations that users add to torch travel with what uses them."""
 
 import subprocess
 import sys
@@ -215,8 +212,6 @@ def test_without_rules(mode):
         tp.pmap(tp.grad(lambda x: bare(x)), compile=mode)(X)
 
 
-# Where they are defined ---------------------------------------------------------------------------
-
 SCRIPT = """
 import torch, torchpmap as tp
 
@@ -256,9 +251,6 @@ def test_a_module_that_cannot_be_imported(mode):
         del sys.modules["only_here"]
 
 
-# torch.library.Library outside of modules ---------------------------------------------------------
-
-
 @pytest.fixture
 def hidden():
     """An operation whose functions only torch's dispatcher has, and a tensor that it reads."""
@@ -293,8 +285,6 @@ def test_hidden_operations_cannot_be_sent():
         f(X)
     assert "Define it with torch.library.custom_op" in str(caught.value)
 
-
-# What may change ----------------------------------------------------------------------------------
 
 offset = 1.0
 
@@ -347,8 +337,6 @@ def test_functions_that_cannot_travel(mode):
     if mode:
         assert "the Python functions of torchpmap_tests_local::locked" in str(caught.value)
 
-
-# C++ ----------------------------------------------------------------------------------------------
 
 CPP = """
 #include <ATen/core/Tensor.h>

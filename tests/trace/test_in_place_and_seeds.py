@@ -16,9 +16,6 @@ pytestmark = pytest.mark.usefixtures("pool")
 X = torch.arange(24.0).reshape(4, 3, 2) + 1
 
 
-# -- x.data = ... ----------------------------------------------------------------------------------
-
-
 def stepped(x):
     w = x.clone().requires_grad_()
     (w * w).sum().backward()
@@ -73,9 +70,6 @@ def test_data_of_a_traced_tensor(f):
         tp.pmap(of_outside_a_body, compile=EAGER)(X)
 
 
-# -- functions that move a tensor in memory --------------------------------------------------------
-
-
 CHANGES = {
     "resize_": lambda x: x.resize_(2, 1),
     "resize_as_": lambda x: x.resize_as_(torch.zeros(3)),
@@ -112,9 +106,6 @@ def test_moves_that_would_mix_rows(name):
         torch.testing.assert_close(tp.pmap(f, compile=mode)(X).cpu(), want)
         with pytest.raises(NotImplementedError, match=rf"{name} under vmap .* mix the rows. Use "):
             tp.pmap(f, compile=mode)(torch.cat([X, X]))
-
-
-# -- seeds -----------------------------------------------------------------------------------------
 
 
 def forked(x):
@@ -161,9 +152,6 @@ def test_another_thread_may_draw_while_a_function_is_traced():
     assert torch.equal(drawn[0], expected)
 
 
-# -- torch.tensor of traced numbers ----------------------------------------------------------------
-
-
 def test_tensors_of_traced_numbers():
     def listed(x):
         a, b = x[0, 0], x[1, 1]
@@ -193,9 +181,6 @@ def test_other_makers_run_uncompiled():
         with pytest.warns(UserWarning, match="running without tracing"):
             got = tp.pmap(f, compile=EAGER)(X)
         torch.testing.assert_close(got.cpu(), torch.stack([f(row) for row in X]))
-
-
-# -- what is replaced meanwhile --------------------------------------------------------------------
 
 
 def test_nothing_stays_replaced():

@@ -25,9 +25,6 @@ def there_and_back(value):
     return pickle.loads(pickled(value))
 
 
-# Functions ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "op",
     [
@@ -142,9 +139,6 @@ def test_tensors_of_every_dtype_travel(dtype):
     for got, expected in zip(values, (whole, odd, part, empty), strict=True):
         assert (got.dtype, got.stride()) == (expected.dtype, expected.stride())
         assert got.double().tolist() == expected.double().tolist()
-
-
-# Graphs ------------------------------------------------------------------------------------------
 
 
 def some_graph():
