@@ -65,33 +65,6 @@ def one_result_of_several(on):
 
 
 @cases.add(num_traces=1)
-def a_part_of_a_larger_graph(on):
-    first, second = on.model(), on.model(nn.Linear(4, 8))
-    f = on.jit(lambda x: second(x).sin())
-    for k in range(3):
-        (f(first(on.put(data(k))).tanh()) * 3).cos().sum().backward()
-    return gradients(first) + gradients(second)
-
-
-@cases.add(num_traces=2)
-def two_calls_in_one_graph(on):
-    model = on.model(nn.Linear(8, 8), nn.Dropout(0.0))
-    f = on.jit(lambda x: model(x).tanh())
-    f(f(on.put(data()))).sum().backward()
-    return gradients(model)
-
-
-@cases.add(num_traces=1)
-def a_parameter_of_this_process(on):
-    w = data(1).requires_grad_()
-    f = on.jit(lambda x: (x @ w).relu())
-    for k in range(2):
-        f(on.put(data(k))).sum().backward()
-    assert type(w.grad) is torch.Tensor
-    return [w.grad]
-
-
-@cases.add(num_traces=1)
 def hooks_run_once(on):
     model, seen = on.model(), []
     model[0].weight.register_hook(lambda grad: grad * 2)
@@ -100,24 +73,6 @@ def hooks_run_once(on):
     f(on.put(data())).sum().backward()
     assert seen == [1]
     return gradients(model)
-
-
-@cases.add(num_traces=1)
-def twice_through_one_call(on):
-    model = on.model()
-    loss = on.jit(lambda x: model(x).square().sum())(on.put(data()))
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return gradients(model)
-
-
-@cases.add(num_traces=1)
-def some_gradients(on):
-    model = on.model(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
-    model[0].weight.requires_grad_(False)
-    loss = on.jit(lambda x: model(x).square().sum())(on.put(data()))
-    found = torch.autograd.grad(loss, [model[2].weight, model[0].bias])
-    return [*found, *gradients(model)]
 
 
 @cases.add(num_traces=1)
