@@ -133,6 +133,11 @@ def test_each_optimizer(layout, name):
             "fully sharded",
             {"all_gather_into_tensor": 5, "reduce_scatter_tensor": 1, "all_reduce": 2},
         ),
+        (
+            "transformer",
+            "fully sharded",
+            {"all_gather_into_tensor": 50, "reduce_scatter_tensor": 1, "all_reduce": 2},
+        ),
         # no weight moves: each block adds up twice each way; then the loss, gradients and norms
         ("transformer", "tensor-parallel", {"all_reduce": 11}),
     ],
