@@ -79,21 +79,6 @@ def test_backward(y):
     same(y.grad, [[2.0, 2.0], [4.0, 6.0], [8.0, 10.0], [12.0, 14.0]])
 
 
-@pytest.mark.parametrize("put", [tp.replicate, torch.clone, tp.shard_batch])
-@pytest.mark.filterwarnings("ignore:(GRU|RNN) is on the devices, but its operation")
-@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
-def test_recurrent_layers(kind, put):
-    torch.manual_seed(0)
-    layer, x = kind(4, 4, batch_first=True), torch.randn(4, 3, 4)
-    twin = copy.deepcopy(layer)._apply(tp.replicate)
-    with torch.no_grad():
-        close(twin(put(x))[0], layer(x)[0])
-    layer(x)[0].square().sum().backward()
-    twin(put(x))[0].square().sum().backward()
-    for left, right in zip(twin.parameters(), layer.parameters(), strict=True):
-        close(left.grad, right.grad)
-
-
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("put", [LAYOUTS["rows"], LAYOUTS["columns"], LAYOUTS["replicated"]])
