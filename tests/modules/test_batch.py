@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from _support import EAGER
 from torch import nn
 
 import torchpmap as tp
@@ -26,10 +27,7 @@ def test_rows_are_cut_where_they_divide(pool, length):
     for x in (result["x"], result["y"]):
         assert x.is_fully_replicated == (length % pool != 0)
         assert x.devices() == set(tp.devices())
-
-
-def test_some_devices():
-    some = tp.devices()[2:]
+    some = tp.devices()[pool // 2 :]
     assert tp.shard_batch(torch.arange(4), devices=some).devices() == set(some)
 
 
@@ -45,6 +43,10 @@ def test_stacked(pool, length):
     padding = rows["x"].cpu()[~mask.cpu()]
     assert torch.equal(padding, x[-1:].expand(len(padding), 2))
     assert [len(shard.data) for shard in mask.addressable_shards] == [1] * pool
+    with tp.debug.fake_pmap():  # in one process batches are plain
+        plain, mask = tp.shard_batch(x, stacked=True)
+        assert type(plain) is torch.Tensor
+        assert plain.shape[:2] == mask.shape == (pool, each)
 
 
 @pytest.mark.parametrize("length", [5, 8])
@@ -67,13 +69,6 @@ def test_a_step_is_that_of_one_device_for_any_length(pool, length):
         torch.testing.assert_close(mine.cpu(), theirs)
 
 
-def test_in_one_process_batches_are_plain():
-    with tp.debug.fake_pmap():
-        rows, mask = tp.shard_batch(torch.arange(6), stacked=True)
-        assert type(rows) is torch.Tensor
-        assert rows.shape == mask.shape == (tp.device_count(), -(-6 // tp.device_count()))
-
-
 ERRORS = [
     ({"x": torch.ones(4), "y": torch.ones(4, 2), "z": torch.ones(3)}, ValueError,
      "all leaves of a batch must have the same number of rows (dim 0), but batch['x'] has 4 and "
@@ -94,11 +89,8 @@ def test_errors(batch, kind, message):
     with pytest.raises(kind) as raised:
         tp.shard_batch(batch)
     assert str(raised.value) == f"shard_batch: {message}"
-
-
-def test_it_is_not_for_mapped_functions():
     with pytest.raises(RuntimeError, match="shard_batch"):
-        tp.pmap(lambda x: tp.shard_batch(x), compile={"backend": "eager"})(torch.ones(4))
+        tp.pmap(lambda x: tp.shard_batch(batch), compile=EAGER)(torch.ones(4))
 
 
 @pytest.mark.parametrize("stacked", [False, True])
