@@ -11,8 +11,6 @@ from torch.optim import lr_scheduler
 
 import torchpmap as tp
 
-# clip_grad_norm -----------------------------------------------------------------------------------
-
 TREES = {
     "tree": {"w": torch.arange(6.0).reshape(2, 3), "rest": [torch.tensor(-2.0), None]},
     "bfloat16": {"w": torch.arange(4.0).bfloat16(), "b": torch.tensor(3.0), "c": torch.ones(2)},
@@ -93,8 +91,6 @@ def test_what_cannot_be_clipped(grads, text):
     with pytest.raises(TypeError, match=re.escape(text)):
         tp.optim.clip_grad_norm(grads, 1.0)
 
-
-# schedule -----------------------------------------------------------------------------------------
 
 S = lr_scheduler
 NUM_STEPS = 12
