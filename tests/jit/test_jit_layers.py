@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from _support import EAGER
+from _support import EAGER, close, gradients
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -78,8 +78,7 @@ def test_rows_and_channels_stay_where_they_are(name):
     there = [tp.device_put(value, tp.NamedSharding(mesh, spec)) for value in (x, w)]
     step = tp.jit(both(layer), compile=EAGER, fullgraph=True)
     assert not step.lower(*there).resharded
-    for mine, right in zip(step(*there), expected, strict=True):
-        torch.testing.assert_close(mine.cpu(), right, atol=1e-12, rtol=0)
+    close(step(*there), expected, atol=1e-12, rtol=0)
 
 
 HEADS_CUT = {"out_proj.weight": P(None, "y")}
@@ -115,8 +114,7 @@ def test_rows_that_are_flattened_after_tokens_stay_where_they_are(name, spec, sp
     step = tp.jit(step_of(model), compile=EAGER, fullgraph=True)
     x = tp.device_put(data, tp.NamedSharding(mesh, spec))
     torch.testing.assert_close(step(x).cpu(), step_of(plain)(data), atol=1e-12, rtol=0)
-    for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), right.grad, atol=1e-12, rtol=1e-9)
+    close(gradients(model), gradients(plain), atol=1e-12, rtol=1e-9)
     if spec == P("x") and not specs:
         assert not step.lower(x).resharded
 
@@ -185,7 +183,6 @@ def test_rows_may_be_in_any_order_where_it_does_not_matter(name, spec):
 
     x = tp.device_put(data, tp.NamedSharding(mesh, spec))
     g = tp.jit(f, compile=EAGER, fullgraph=True)
-    for mine, right in zip(g(x), f(data), strict=True):
-        torch.testing.assert_close(mine.cpu(), right, atol=1e-11, rtol=1e-12)
+    close(g(x), f(data), atol=1e-11, rtol=1e-12)
     if name in STAYS and spec == P(None, "x"):
         assert not g.lower(x).resharded

@@ -8,17 +8,13 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from _cases import Cases, OnDevices, data
-from _support import EAGER, autocast
+from _support import EAGER, autocast, gradients
 from torch import nn
 
 import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 cases = Cases()
-
-
-def gradients(model):
-    return [p.grad for p in model.parameters()]
 
 
 @cases.add(num_traces=1)

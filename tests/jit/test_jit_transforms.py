@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from _cases import Cases, OnDevices, data
 from _models import LINE, SQUARE
 from _spies import asked
-from _support import COMPILED, EAGER
+from _support import COMPILED, EAGER, close
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import (
@@ -81,8 +81,7 @@ def jit(f, **options):
 
 
 def assert_same(mine, right):
-    for a, b in zip(tree_leaves(mine), tree_leaves(right), strict=True):
-        torch.testing.assert_close(a.cpu(), b, atol=1e-12, rtol=1e-12)
+    close(mine, right, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from _support import COMPILED, EAGER
+from _support import COMPILED, EAGER, close
 from torch.optim import lr_scheduler
 
 import torchpmap as tp
@@ -38,8 +38,7 @@ def with_torch(tree, max_norm, norm_type):
 
 def assert_same(results, expected, **tolerance):
     (clipped, norm), (theirs, their_norm) = results, expected
-    for mine, other in zip([*leaves_of(clipped), norm], [*theirs, their_norm], strict=True):
-        torch.testing.assert_close(mine.cpu(), other, equal_nan=True, **tolerance)
+    close([*leaves_of(clipped), norm], [*theirs, their_norm], **tolerance)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1, float("inf")])

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-from _support import EAGER
+from _support import EAGER, close
 from _traced import F32
 from _traced import traced as traced_of
 from hypothesis import given, settings
@@ -246,8 +246,7 @@ def test_compiled_code_starts_sums_while_it_computes(buckets, group, monkeypatch
     in_turn = [name.replace("all_reduce", "all_reduce_") for name in IN_TURN]
     assert found == [*in_turn, *["wait_tensor"] * LAYERS]
     given = examples(shapes)
-    for result, expected in zip(runner(list(given)), graph(*given), strict=True):
-        torch.testing.assert_close(result, expected)
+    close(runner(list(given)), graph(*given))
 
 
 @pytest.fixture
@@ -311,8 +310,7 @@ def test_derivatives_from_outside(both):
     flat, found = both(value, *weights, x, limit=WEIGHT_BYTES, around=around, in_axes=AXES)
     assert all(map(torch.equal, flat, found))
     alone = torch.func.grad(lambda w: 4 * loss(w, x.flatten(0, 1)))(tuple(weights))
-    for got, expected in zip(found, alone, strict=True):
-        torch.testing.assert_close(got, expected)
+    close(found, alone)
 
 
 # Programs of operations on a list of matrices; psum of several goes in buckets. Each takes the list

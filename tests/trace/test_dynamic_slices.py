@@ -1,9 +1,11 @@
 """Covers: ``dynamic_slice`` and relatives.  The expected values are those of JAX (0.10.2)."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
-from _support import EAGER, check_rows
+from _support import EAGER, check_rows, close
 
 import torchpmap as tp
 
@@ -95,6 +97,7 @@ def updated_row(x, values, start):
     return (updated(x, {0: 0, 2: 2, 9: 7, -3: 7}[int(start)], values),)
 
 
+IN_DIMS = [(0, 0, 0), (None, 0, None), (0, None, 0), (None, None, 0)]
 STACKS = {
     slices: (reference, M, I, J),
     update: (
@@ -106,8 +109,7 @@ STACKS = {
 }
 
 
-@pytest.mark.parametrize("in_dims", [(0, 0, 0), (None, 0, None), (0, None, 0), (None, None, 0)])
-@pytest.mark.parametrize("f", STACKS)
+@pytest.mark.parametrize(("f", "in_dims"), itertools.product(STACKS, IN_DIMS))
 def test_vmaps(f, in_dims):
     expected, *stacks = STACKS[f]
     dims = list(zip(stacks, in_dims, strict=True))
@@ -117,11 +119,10 @@ def test_vmaps(f, in_dims):
     plain = torch.func.vmap(f, in_dims)
     for got in (
         plain(*given),
-        [v[0].cpu() for v in tp.pmap(plain, compile=EAGER)(*(v[None] for v in given))],
-        [v[5].cpu() for v in tp.pmap(plain, compile=EAGER)(*(torch.stack([v] * 8) for v in given))],
+        [v[0] for v in tp.pmap(plain, compile=EAGER)(*(v[None] for v in given))],
+        [v[5] for v in tp.pmap(plain, compile=EAGER)(*(torch.stack([v] * 8) for v in given))],
     ):
-        for value, each in zip(got, want, strict=True):
-            torch.testing.assert_close(value, each)
+        close(got, want)
 
 
 def test_in_a_loop():
