@@ -105,7 +105,7 @@ TRAININGS = {"a step": (train, adamw, 1e-8), "the model": (train_outside, sgd, 1
 
 @pytest.mark.parametrize("compile", mostly_long([EAGER], True))
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("kind", "jitted"), itertools.product(MODELS, TRAININGS))
+@pytest.mark.parametrize(("kind", "jitted"), [*itertools.product(MODELS, TRAININGS)])
 def test_training_is_that_of_plain_torch(kind, layout, jitted, compile):
     train, make, atol = TRAININGS[jitted]
     check_training(kind, layout, train, make, compile, atol)

@@ -87,8 +87,11 @@ def test_errors(batch, kind, message):
     with pytest.raises(kind) as raised:
         tp.shard_batch(batch)
     assert str(raised.value) == f"shard_batch: {message}"
+
+
+def test_it_is_not_for_mapped_functions():
     with pytest.raises(RuntimeError, match="shard_batch"):
-        tp.pmap(lambda x: tp.shard_batch(batch), compile=EAGER)(torch.ones(4))
+        tp.pmap(lambda x: tp.shard_batch(x), compile=EAGER)(torch.ones(4))
 
 
 @pytest.mark.parametrize("stacked", [False, True])

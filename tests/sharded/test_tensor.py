@@ -195,6 +195,9 @@ def test_tensors_of_numbers_on_the_devices(make, number):
         assert there.dtype == expected.dtype
     else:
         assert there is expected
+
+
+def test_tensors_of_rows_of_replicated_values():
     x, y = tp.replicate(torch.arange(3.0)), tp.shard_batch(torch.arange(4.0))
     assert torch.tensor([x[0], x[2], y[3], y.requires_grad_().sum()]).tolist() == [0, 2, 3, 6]
 

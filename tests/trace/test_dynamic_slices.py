@@ -109,7 +109,7 @@ STACKS = {
 }
 
 
-@pytest.mark.parametrize(("f", "in_dims"), itertools.product(STACKS, IN_DIMS))
+@pytest.mark.parametrize(("f", "in_dims"), [*itertools.product(STACKS, IN_DIMS)])
 def test_vmaps(f, in_dims):
     expected, *stacks = STACKS[f]
     dims = list(zip(stacks, in_dims, strict=True))

@@ -42,6 +42,9 @@ def there_and_back(value):
 )
 def test_operators_travel_by_name(op):
     assert there_and_back(op) is op or there_and_back(op) == op
+
+
+def test_an_operation_that_nothing_defines_is_named():
     packed = pickled(torch.ops.aten.sin.default).replace(b"aten::sin", b"atem::sin")
     with pytest.raises(RuntimeError, match=r"atem::sin is not known on the devices.*load_library"):
         pickle.loads(packed)
