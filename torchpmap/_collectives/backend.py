@@ -18,14 +18,14 @@ translates:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.torch_groups import group_named
-from torchpmap._base.torch_internals import FakeTensor, fake_mode
+from torchpmap._base.torch_internals import FakeTensor, fake_mode, is_profiled
 from torchpmap._layout import axis_stack
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -268,3 +268,24 @@ _library.define(
 )
 _library.impl("ppermute", _ppermute_run, "CompositeExplicitAutograd")
 _library.impl("ppermute", lambda x, *_: x.new_empty(x.shape), "Meta")
+
+
+# --- without torch's dispatcher -------------------------------------------------------------------
+
+
+def _all_reduced(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    all_reduced = getattr(group_named(group), "all_reduced", None)
+    if all_reduced is None or is_profiled():  # a profile lists operations
+        return c10d.all_reduce.default(x, op, group)
+    return all_reduced(x, op)
+
+
+def _permuted(x: torch.Tensor, *how: Any) -> torch.Tensor:
+    run = torch.ops.torchpmap.ppermute.default if is_profiled() else _ppermute_run
+    return run(x, *how)
+
+
+DIRECTLY = {c10d.all_reduce.default: _all_reduced, torch.ops.torchpmap.ppermute.default: _permuted}
+"""Operation -> what does the same in a graph that is run operation by operation.  To call one
+through the dispatcher takes longer than a small collective, and ``all_reduce`` copies its input.
+"""

@@ -30,7 +30,7 @@ from torchpmap._base.torch_internals import (
     OpOverload,
     new_fake,
 )
-from torchpmap._collectives.backend import NAMESPACES
+from torchpmap._collectives.backend import DIRECTLY, NAMESPACES
 from torchpmap._layout.axis_stack import is_group_name
 from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_body, boxed_call
 from torchpmap._trace.compiled_loops import (
@@ -355,7 +355,7 @@ def _in_order(module: torch.fx.GraphModule) -> Boxed:
     Its views are copies where the strides allow no view, unless it writes to a tensor.
     """
     keeps = writes(module.graph) or _keeps_strides(module.graph)
-    return boxed_code(module, {} if keeps else _COPIES)
+    return boxed_code(module, DIRECTLY if keeps else DIRECTLY | _COPIES)
 
 
 def _inductor(
