@@ -243,15 +243,15 @@ def _ppermute_run(
 ) -> torch.Tensor:
     process_group = group_named(group)
     rank, size = process_group.rank(), process_group.size()
+    permute = getattr(process_group, "permute", None)
+    if permute is not None:  # a group in shared memory, which needs no counts
+        return permute(x, sources[destinations.index(rank)] if rank in destinations else None)
     sends, receives = [0] * size, [0] * size
     for source, destination in zip(sources, destinations, strict=True):
         if source == rank:
             sends[destination] = 1
         if destination == rank:
             receives[source] = 1
-    permute = getattr(process_group, "permute", None)
-    if permute is not None:  # a group in shared memory, which needs no counts
-        return permute(x, receives.index(1) if any(receives) else None)
     rows = x.contiguous().unsqueeze(0)[: sum(sends)]
     # waits here, because a compiler would write the next value over the input while it is still
     # being read; it knows the collectives of torch, but not this one

@@ -238,6 +238,16 @@ def communicates(definition: Definition) -> bool:
     return in_functions or not _namespaces(definition.graph).isdisjoint(NAMESPACES)
 
 
+_VIEWS = (torch.ops.aten.squeeze.dim, torch.ops.aten.unsqueeze.default, torch.ops.aten.view.default)
+
+
+def only_communicates(graph: torch.fx.GraphModule) -> bool:
+    """Whether there is nothing to compile: Inductor would only copy the inputs."""
+    called = [node.target for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+    plain = {target for target in called if target not in _VIEWS}
+    return bool(plain) and all(getattr(each, "namespace", "") in NAMESPACES for each in plain)
+
+
 def has_users_operations(graph: torch.fx.GraphModule) -> bool:
     """Whether a result may differ from its fake, so that Inductor's checks are needed."""
     return not _namespaces(graph) <= NATIVE
