@@ -25,7 +25,7 @@ import torch
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.torch_groups import group_named
-from torchpmap._base.torch_internals import FakeTensor, fake_mode, is_profiled
+from torchpmap._base.torch_internals import FakeTensor, fake_mode, is_profiler_on
 from torchpmap._layout import axis_stack
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -275,13 +275,13 @@ _library.impl("ppermute", lambda x, *_: x.new_empty(x.shape), "Meta")
 
 def _all_reduced(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     all_reduced = getattr(group_named(group), "all_reduced", None)
-    if all_reduced is None or is_profiled():  # a profile lists operations
+    if all_reduced is None or is_profiler_on():  # a profile lists operations
         return c10d.all_reduce.default(x, op, group)
     return all_reduced(x, op)
 
 
 def _permuted(x: torch.Tensor, *how: Any) -> torch.Tensor:
-    run = torch.ops.torchpmap.ppermute.default if is_profiled() else _ppermute_run
+    run = torch.ops.torchpmap.ppermute.default if is_profiler_on() else _ppermute_run
     return run(x, *how)
 
 

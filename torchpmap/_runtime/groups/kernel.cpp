@@ -24,7 +24,7 @@ namespace {
 using Number = int64_t;
 using Reduce = void (*)(char* out, const char* first, Number stride, Number rows, Number bytes);
 
-enum Answer : Number { DONE, LATE, ODD, WRONG };
+enum Answer : Number { DONE, LATE, ODD };
 enum Kind : Number { REDUCE, SCATTER, GATHER, MOVE, EXCHANGE };
 
 constexpr Number LINE = 8;       // numbers of a rank
@@ -58,7 +58,8 @@ struct Task {
   Reduce reduce;
   const Number* given;  // where the part for each rank begins in x, and where the last one ends
   const Number* taken;  // the same of out
-  Number begin, phase, longest, wrong;
+  Number begin, phase, longest;
+  Number wrong;  // a rank that gives another number of bytes than is taken here, or -1
 };
 
 namespace {
@@ -245,7 +246,7 @@ extern "C" Number run(Meeting* m, Task* t) {
     } else if (t->kind == MOVE) {
       if (t->source >= 0) copy(out, slot(m, m->met, t->source), n);
     } else if (!exchange(m, t)) {
-      return WRONG;
+      return DONE;  // in vain
     }
     t->phase = GIVE;
     const Number whole = t->kind == EXCHANGE ? t->longest : t->bytes;

@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ from torchpmap._trace.toolchain import cache_folder, make_cache_private
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC")
-DONE, LATE, ODD, WRONG = range(4)
+DONE, LATE, ODD = range(3)
 """What a step of a collective answers, as in ``kernel.cpp``."""
 REDUCE, SCATTER, GATHER, MOVE, EXCHANGE = range(5)
 

@@ -8,10 +8,9 @@ To meet, each rank increments its own number and waits for the numbers of the ot
 core a few times, then sleeps (a futex).  Beside the number stands the rank's purpose, so that ranks
 with different purposes raise instead of exchanging wrong data.
 
-The library of ``kernel`` does this where it is there, and Python until then; of the ranks that meet,
-some may use either.  Stores must become visible in program order, and Python has no memory fence: so
-without the library this is for x86-64 only.  Everywhere else, and between hosts, ``connect`` returns
-None.
+The library of ``kernel`` does this if it is there, else Python; of the ranks that meet, some may
+use either.  Stores must become visible in program order, and Python has no memory fence: so without
+the library this is for x86-64 only.  Everywhere else, and between hosts, ``connect`` returns None.
 """
 
 from __future__ import annotations

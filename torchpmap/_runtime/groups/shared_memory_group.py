@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torchpmap._base.errors import CollectiveMismatch
 from torchpmap._base.torch_groups import ProcessGroup, Work
 from torchpmap._runtime.groups import kernel
-from torchpmap._runtime.groups.kernel import ODD, WRONG, Task
+from torchpmap._runtime.groups.kernel import ODD, Task
 from torchpmap._runtime.groups.shared_memory import SLOT_BYTES, Meeting
 from torchpmap._runtime.wire import DTYPES
 
@@ -58,9 +58,6 @@ def _without_grad(collective: Callable[..., Any]) -> Callable[..., Any]:
         return guarded(*args) if torch.is_grad_enabled() else collective(*args)
 
     return run
-
-
-_Number = ctypes.c_int64
 
 
 class _Done(Work):
@@ -123,7 +120,7 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
             "devices must run the same collectives in the same order."
         )
 
-    def _runs(
+    def _ran(
         self,
         kind: int,
         purpose: int,
@@ -131,22 +128,20 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
         x: torch.Tensor,
         reduction: tuple[str, torch.dtype] | None = None,
         **more: Any,
-    ) -> bool:
-        """Run a collective of contiguous tensors in C++; False if Python must."""
+    ) -> Task | None:
+        """Run a collective of contiguous tensors in C++; None if Python must."""
         library = kernel.library()
         reduce = reduction and library and library.reduction(*reduction)
         if library is None or (reduction and reduce is None):
-            return False
-        task = Task(kind, x.data_ptr(), out.data_ptr(), x.nbytes, x.element_size(), reduce=reduce)
+            return None
+        task = Task(kind, x.data_ptr(), out.data_ptr(), x.nbytes, x.element_size())
+        task.reduce, task.wrong = reduce, -1
         for name, value in more.items():
             setattr(task, name, value)
         answer = self.meeting.finish(purpose, library.run, ctypes.byref(task))
         if answer == ODD:
             self._refuse(self.meeting.state.odd)
-        if answer == WRONG:
-            given = self.meeting.bounds(self.meeting.state.met)[task.wrong]
-            self._refuse_rows(task.wrong, given, (_Number * (self._size + 1)).from_address(task.taken))
-        return True
+        return task
 
     def _rows(self, purpose: int, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Give ``x`` in pieces: (where a piece begins, [size, elements]: the same of all ranks)."""
@@ -166,7 +161,7 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
         # in pieces of up to this size every rank reduces the whole, which takes the fewest
         # operations; of others a share, that it hands on
         most = SLOT_BYTES if self._size == 2 else _SMALL_BYTES
-        if self._runs(kernel.REDUCE, purpose, out, x, (name, x.dtype), whole_bytes=most):
+        if self._ran(kernel.REDUCE, purpose, out, x, (name, x.dtype), whole_bytes=most):
             return
         rank, reduce, flat = self._rank, _REDUCE[name], out.view(-1)
         for begin, rows in self._rows(purpose, x):
@@ -184,7 +179,7 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         x, purpose = x.contiguous(), _kind("all_gather", x.dtype, x.numel())
-        if not self._runs(kernel.GATHER, purpose, out, x):
+        if not self._ran(kernel.GATHER, purpose, out, x):
             taken = out.view(self._size, x.numel())
             for begin, rows in self._rows(purpose, x):
                 taken[:, begin : begin + rows.shape[1]].copy_(rows)
@@ -192,7 +187,7 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
     def _reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, name: str) -> None:
         size, x = self._size, x.contiguous()
         purpose = _kind("reduce_scatter", x.dtype, x.numel())
-        if size > 1 and self._runs(
+        if size > 1 and self._ran(
             kernel.SCATTER, purpose, out, x, (name, x.dtype), bytes=out.nbytes
         ):
             return
@@ -214,8 +209,12 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
         source = _bytes_of(x)
         mine = _bounds(x.nbytes, tuple(given), size)
         places = _bounds(out.nbytes, tuple(taken), size)
-        addresses = {"given": mine.buffer_info()[0], "taken": places.buffer_info()[0]}
-        if self._runs(kernel.EXCHANGE, purpose, out, source, **addresses):
+        (sent, _), (got, _) = mine.buffer_info(), places.buffer_info()
+        task = self._ran(kernel.EXCHANGE, purpose, out, source, given=sent, taken=got)
+        if task is not None:
+            if task.wrong >= 0:
+                bounds = self.meeting.bounds(self.meeting.state.met)
+                self._refuse_rows(task.wrong, bounds[task.wrong], places)
             return
         target = _bytes_of(out)
         begin, longest = 0, 1
@@ -249,7 +248,7 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
     def _move(self, name: str, out: torch.Tensor, x: torch.Tensor, source: int) -> None:
         """``out``: ``x`` of the rank ``source``; as it is, if that is -1."""
         purpose = _kind(name, x.dtype, x.numel())
-        if not self._runs(kernel.MOVE, purpose, out, x, source=source):
+        if not self._ran(kernel.MOVE, purpose, out, x, source=source):
             flat = out.view(-1)
             for begin, rows in self._rows(purpose, x):
                 if source >= 0:
