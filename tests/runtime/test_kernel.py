@@ -14,7 +14,7 @@ from _spmd import GROUP, Run, spmd
 
 from torchpmap._base.torch_groups import group_named
 from torchpmap._runtime.groups import kernel
-from torchpmap._trace.toolchain import cpp_compiler
+from torchpmap._trace.toolchain import _own_folder, cpp_compiler
 
 pytestmark = [
     pytest.mark.cpu_only("GPUs do not exchange data through shared memory"),
@@ -229,3 +229,9 @@ def test_it_is_compiled_once(tmp_path):
 def test_without_a_compiler_that_works(tmp_path, compiler):
     assert found(tmp_path, CXX=compiler) == "False False"
     assert not list(tmp_path.glob("torchpmap/*"))
+
+
+def test_it_lies_in_the_folder_of_inductor():
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    assert _own_folder() == default_cache_dir()
