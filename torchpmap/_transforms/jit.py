@@ -37,6 +37,7 @@ from torchpmap._runtime import inline_mode
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import with_sharding_constraint
 from torchpmap._sharded.tensor import ShardedTensor
+from torchpmap._trace import recording
 from torchpmap._trace.compile import EAGER, parse_compile
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.optimizers import NotYet
@@ -170,6 +171,8 @@ class Jitted(Generic[_P, _R]):
         return self._by_operation(args, kwargs)
 
     def _by_operation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if recording.ring is not None:
+            recording.ring.unrecorded[self._options.prefix] = "operation by operation"
         if config.sought:
             return nans.stepped(self._fun, args, kwargs)
         return self._fun(*args, **kwargs)

@@ -19,7 +19,7 @@ from torchpmap._trace.compile import Backend, Definition, compile_definition, pa
 from torchpmap._trace.effects import distance, wide
 from torchpmap._trace.graphs import copied_whole
 from torchpmap._trace.repetition import place_of
-from torchpmap.debug._lockstep import Lockstep, Step, Steps, Values, operation_of
+from torchpmap.debug._lockstep import Lockstep, Step, Steps, Values, described, operation_of
 
 Variant = Callable[[Lockstep, GraphModule, list[Values], Sequence[int]], Steps]
 """How a graph is run."""
@@ -46,12 +46,8 @@ class Difference:
     """The same of what the operation takes: 0 if the operation alone makes the difference."""
 
     def __str__(self) -> str:
-        steps = "".join(f", step {number}" for number in self.steps)
-        line = f" at {self.line}" * bool(self.line)
-        return (
-            f"{self.operation} ({self.node}){line}, rank {self.rank}{steps}: they differ by "
-            f"{self.distance:g}, and what it takes by {self.inputs:g}"
-        )
+        where = described(f"{self.operation} ({self.node})", self.line, self.rank, self.steps)
+        return f"{where}: they differ by {self.distance:g}, and what it takes by {self.inputs:g}"
 
 
 def plain(run: Lockstep, graph: GraphModule, inputs: list[Values], ranks: Sequence[int]) -> Steps:
@@ -60,6 +56,7 @@ def plain(run: Lockstep, graph: GraphModule, inputs: list[Values], ranks: Sequen
 
 def differing(mine: Steps, theirs: Steps, tolerance: float) -> Difference | None:
     """Run both side by side, until they differ."""
+    cancelled = dict[Node, Difference]()
     for one in mine:
         other = next(theirs, None)
         if other is None or (one.node.name, one.steps) != (other.node.name, other.steps):
@@ -68,26 +65,33 @@ def differing(mine: Steps, theirs: Steps, tolerance: float) -> Difference | None
                 f"bisect: one run comes to {one.node.name}, step {one.steps}, and the other to "
                 f"{there}. They run different graphs, or other numbers of steps."
             )
-        found = _first(one, other, tolerance)
+        found = _first(one, other, tolerance, cancelled)
         if found is not None:
-            return found
+            # what takes a rest as it is gets no more than passed on
+            return next((cancelled[x] for x in one.node.all_input_nodes if x in cancelled), found)
     return None
 
 
-def _first(one: Step, other: Step, tolerance: float) -> Difference | None:
+def _first(
+    one: Step, other: Step, tolerance: float, cancelled: dict[Node, Difference]
+) -> Difference | None:
+    """``cancelled`` gets a difference that only counts if a later operation takes it as it is."""
     node = one.node
+    cancelled.pop(node, None)  # of an earlier step of a loop
     for rank in one.values:
         values = one.values[rank], other.values[rank]
         apart, largest = _apart(*values)
         if apart > tolerance * largest:
             pairs = zip(one.inputs, other.inputs, strict=True)
             given = [_apart(mine[rank], theirs[rank]) for mine, theirs in pairs]
+            found = Difference(
+                *(operation_of(node), node.name, place_of(node), rank, one.steps, values),
+                *(apart, max((each for each, _ in given), default=0.0)),
+            )
             # where numbers cancel, what is left is as exact as they were
             if apart > tolerance * max(each for _, each in (*given, (apart, largest))):
-                return Difference(
-                    *(operation_of(node), node.name, place_of(node), rank, one.steps, values),
-                    *(apart, max((each for each, _ in given), default=0.0)),
-                )
+                return found
+            cancelled.setdefault(node, found)
     return None
 
 

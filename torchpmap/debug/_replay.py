@@ -22,7 +22,7 @@ from torchpmap._trace.graphs import placeholders
 from torchpmap._trace.repetition import file_and_line, place_of
 from torchpmap.debug._bisect import Difference, Variant, compiled_by, differing, in_dtype, plain
 from torchpmap.debug._graph_data import decoded
-from torchpmap.debug._lockstep import Lockstep, Step, Steps, Values, operation_of
+from torchpmap.debug._lockstep import Lockstep, Step, Steps, Values, described, operation_of
 from torchpmap.debug._record_file import Recorded, load
 
 
@@ -41,8 +41,7 @@ class Found:
     """Of the loops around it, the outermost first, counted from 0."""
 
     def __str__(self) -> str:
-        steps = "".join(f", step {number}" for number in self.steps)
-        return f"{self.operation}{f' at {self.line}' * bool(self.line)}, rank {self.rank}{steps}"
+        return described(self.operation, self.line, self.rank, self.steps)
 
 
 @dataclass
