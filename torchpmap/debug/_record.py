@@ -181,7 +181,10 @@ def _facts(number: int, plan: Plan, error: str) -> Facts:
             for index in layout.slices
         ]
         name = names[k] if k < len(names) else f"output {k}"
-        outputs.append({"name": name, "shape": list(layout.shape), "slices": slices})
+        # of pmap under a launcher: only those of this process
+        ranks = [plan.team.runtime.devices.index(device) for device in layout.devices]
+        kind = {"name": name, "shape": list(layout.shape)}
+        outputs.append(kind | {"slices": slices, "ranks": ranks})
     named = zip((each.name for each in SETTINGS), definition.ambient, strict=False)
     device = plan.team.runtime.devices[0].platform
     is_launched = process_count() > 1

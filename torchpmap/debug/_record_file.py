@@ -4,6 +4,7 @@ JSON and every other block a tensor.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -43,7 +44,7 @@ class Facts:
     """Whether the first input of the graph is the place among the ranks."""
     outputs: list[dict[str, Any]]
     """Of each output that the caller gets: its ``name``, ``shape``, and the ``slices`` of it that
-    each rank has.
+    the ``ranks`` have.
     """
     settings: dict[str, Any] = field(default_factory=dict)
     """Of torch, with which it was traced."""
@@ -119,7 +120,8 @@ def _siblings(path: Path) -> list[Path]:
     stem, dot, rank = path.stem.rpartition(".rank")
     if not (dot and rank.isdecimal()):
         return [path]
-    return sorted(path.parent.glob(f"{stem}.rank*.safetensors"))
+    others = set(path.parent.glob(f"{glob.escape(stem)}.rank*.safetensors")) - {path}
+    return [path, *sorted(others)]
 
 
 def _load_one(path: Path) -> Recorded:
