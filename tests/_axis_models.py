@@ -1,19 +1,21 @@
-"""The collectives in NumPy, over rows of one array; and the axes that can hold eight such rows.
+"""Collectives over eight rows of one array, and the axes that can hold eight such rows.
 
-``Case(run, model, shape)``: ``run(x, axis_name)`` on each of eight devices, of which each has one
-row ``x`` of that shape, must give the rows of ``model(rows)``.
+``case.run(x, axis_name)`` on each of eight devices, of which each has one row ``x`` of
+``case.shape``, must give the rows of ``case.model(rows)``.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from _collective_models import MODELS, in_groups
+from _support import EAGER
+from torch.utils._pytree import tree_map
 
-from torchpmap import _collectives as c
-from torchpmap._layout import axis_stack
-from torchpmap._layout.axis_stack import Axis
+import torchpmap as tp
 
 Rows = np.ndarray
 Groups = Sequence[Sequence[int]] | None
@@ -34,69 +36,33 @@ class World:
 
     axis_name: Any
     grid: tuple[int, ...]
-    process: int | None
-    """Which dim of the grid is the process axis; the others are vmapped."""
-    folded: bool = False
-    """Whether both dims are parts of one axis."""
+    on_devices: int | None
+    """Which dim of the grid is the axis of the devices; the others are vmapped."""
 
-    def block(self, rows: torch.Tensor, rank: int) -> torch.Tensor:
-        """What one process holds: dims of the vmapped axes first."""
-        shaped = rows.reshape(*self.grid, *rows.shape[1:])
-        return shaped if self.process is None else shaped.select(self.process, rank)
-
-    def rows(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Undo ``block``."""
-        whole = blocks[0] if self.process is None else torch.stack(tuple(blocks), self.process)
-        return whole.reshape(N, *whole.shape[len(self.grid) :])
-
-    def mapped(
-        self, f: Callable[..., Any], process_axis: Axis | None, *blocks: torch.Tensor
-    ) -> Any:
-        """Run ``f`` on every row of a process's blocks."""
+    def mapped(self, f: Callable[..., Any], compile: Any = EAGER) -> Any:
+        """``f`` of a row as a function of grids of rows."""
         names = self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
-        vmapped = [k for k in range(len(self.grid)) if k != self.process]
+        k = self.on_devices
+        for place in reversed(range(len(names))):
+            if place != k:
+                f = tp.vmap(f, axis_name=names[place])
+        if k is not None:
+            f = tp.pmap(f, names[k], in_axes=k, out_axes=k, compile=compile)
+        return f
 
-        def level(depth: int, axes: tuple[Axis, ...], *xs: torch.Tensor) -> Any:
-            if depth == len(vmapped):
-                return self._bound(f, process_axis, axes, xs)
-            k = vmapped[depth]
-            name = names[0] if self.folded else names[k]
+    def grid_of(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.reshape(*self.grid, *rows.shape[1:])
 
-            def row(index: torch.Tensor, *ys: torch.Tensor) -> Any:
-                axis = Axis(name, self.grid[k], index, None)
-                return level(depth + 1, (*axes, axis), *ys)
-
-            return torch.func.vmap(row)(torch.arange(self.grid[k]), *xs)
-
-        return level(0, (), *blocks)
-
-    def _bound(
-        self,
-        f: Callable[..., Any],
-        process_axis: Axis | None,
-        vmapped: tuple[Axis, ...],
-        xs: tuple[torch.Tensor, ...],
-    ) -> Any:
-        if self.folded and process_axis is not None:
-            with axis_stack.bind(process_axis, *vmapped):
-                return f(*xs)
-        parts = [(axis,) for axis in vmapped]
-        if process_axis is not None:
-            parts.append((process_axis,))
-
-        def enter(rest: list[tuple[Axis, ...]]) -> Any:
-            if not rest:
-                return f(*xs)
-            with axis_stack.bind(*rest[0]):
-                return enter(rest[1:])
-
-        return enter(parts)
+    def __call__(self, f: Callable[..., Any], *rows: Any, compile: Any = EAGER) -> Any:
+        """What ``f`` of every row gives, as rows."""
+        results = self.mapped(f, compile)(*tree_map(self.grid_of, rows))
+        return tree_map(lambda y: y.cpu().reshape(N, *y.shape[len(self.grid) :]), results)
 
 
-ON_PROCESSES = {
-    "folded": World("i", (4, 2), 0, folded=True),
-    "process_vmapped": World(("i", "j"), (4, 2), 0),
-    "vmapped_process": World(("j", "i"), (2, 4), 1),
+ON_DEVICES = {
+    "folded": World("i", (8,), 0),
+    "vmap inside": World(("i", "j"), (4, 2), 0),
+    "vmap first": World(("j", "i"), (2, 4), 1),
 }
 VMAPPED = {
     "one": World("j", (8,), None),
@@ -109,50 +75,11 @@ VMAPPED = {
 
 def grouped(model: Callable[[Rows], Sequence[Rows]], groups: Groups) -> Callable[[Rows], Rows]:
     """A model of one group, from its rows to theirs, as one of all rows."""
-
-    def run(rows: Rows) -> Rows:
-        out: dict[int, Rows] = {}
-        for group in groups or [range(N)]:
-            out.update(zip(group, model(rows[list(group)]), strict=True))
-        return np.stack([out[k] for k in range(N)])
-
-    return run
+    return lambda rows: np.stack(in_groups(lambda own: model(np.stack(own)), list(rows), groups))
 
 
 def everyone(reduce: Callable[[Rows], Rows]) -> Callable[[Rows], Sequence[Rows]]:
     return lambda rows: [reduce(rows)] * len(rows)
-
-
-def concatenated(axis: int) -> Callable[[Rows], Rows]:
-    return lambda rows: np.concatenate(list(rows), axis)
-
-
-def scattered(dim: int, tiled: bool) -> Callable[[Rows], Sequence[Rows]]:
-    def model(rows: Rows) -> Sequence[Rows]:
-        parts = np.split(rows.sum(0), len(rows), dim)
-        return parts if tiled else [part.squeeze(dim) for part in parts]
-
-    return model
-
-
-def exchanged(split: int, concat: int, tiled: bool) -> Callable[[Rows], Sequence[Rows]]:
-    def model(rows: Rows) -> Sequence[Rows]:
-        parts = [np.split(row, len(rows), split) for row in rows]
-        join = concatenated(concat) if tiled else (lambda got: np.stack(got, concat))
-        got = [[part[k] for part in parts] for k in range(len(rows))]
-        return [join(g if tiled else [part.squeeze(split) for part in g]) for g in got]
-
-    return model
-
-
-def permuted(pairs: Sequence[tuple[int, int]]) -> Callable[[Rows], Rows]:
-    def model(rows: Rows) -> Rows:
-        out = np.zeros_like(rows)
-        for source, destination in pairs:
-            out[destination] = rows[source]
-        return out
-
-    return model
 
 
 # --- cases ----------------------------------------------------------------------------------------
@@ -189,71 +116,58 @@ PERMUTATIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    run: Callable[[Any, Any], Any]
-    model: Callable[[Rows], Rows]
+    """A collective with its options; ``dims``: beside the axes, those of each row."""
+
+    name: str
     shape: tuple[int, ...]
+    options: dict[str, Any]
+    groups: Groups = None
+    dims: tuple[int, ...] = ()
 
+    def run(self, x: Any, axis_name: Any) -> Any:
+        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        options = self.options | ({} if self.groups is None else {"axis_index_groups": self.groups})
+        axes = (*names, *self.dims) if self.dims else axis_name
+        return getattr(tp, self.name)(x, axes, **options)
 
-def _reductions(groups: Groups) -> dict[str, Case]:
-    g: Any = {"axis_index_groups": groups}
-    return {
-        "psum": Case(
-            lambda x, i: c.psum(x, i, **g), grouped(everyone(lambda r: r.sum(0)), groups), (2, 3)
-        ),
-        "pmean": Case(
-            lambda x, i: c.pmean(x, i, **g), grouped(everyone(lambda r: r.mean(0)), groups), (3,)
-        ),
-    }
+    def of_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        options = self.options | ({"dims": self.dims} if self.dims else {})
+        model = functools.partial(MODELS[self.name], **options)
+        return torch.stack(in_groups(model, list(x), self.groups))
 
-
-def _exchanges(groups: Groups) -> dict[str, Case]:
-    g: Any = {"axis_index_groups": groups}
-    m = len(groups[0]) if groups else N
-
-    def stacked(axis: int) -> Callable[[Rows], Rows]:
-        return grouped(everyone(lambda r: np.stack(list(r), axis)), groups)
-
-    return {
-        "all_gather": Case(lambda x, i: c.all_gather(x, i, **g), stacked(0), (2,)),
-        "all_gather_last": Case(lambda x, i: c.all_gather(x, i, axis=-1, **g), stacked(-1), (2,)),
-        "all_gather_tiled": Case(lambda x, i: c.all_gather(x, i, axis=-1, tiled=True, **g),
-            grouped(everyone(concatenated(-1)), groups), (2, 2)),
-        "psum_scatter": Case(
-            lambda x, i: c.psum_scatter(x, i, **g), grouped(scattered(0, False), groups), (m, 2)),
-        "psum_scatter_tiled": Case(
-            lambda x, i: c.psum_scatter(x, i, scatter_dimension=-1, tiled=True, **g),
-            grouped(scattered(-1, True), groups), (2, 2 * m)),
-        "all_to_all": Case(lambda x, i: c.all_to_all(x, i, -2, -1, **g),
-            grouped(exchanged(-2, -1, False), groups), (m, 2)),
-        "all_to_all_tiled": Case(lambda x, i: c.all_to_all(x, i, 1, 0, tiled=True, **g),
-            grouped(exchanged(1, 0, True), groups), (2, 2 * m)),
-        "pswapaxes": Case(
-            lambda x, i: c.pswapaxes(x, i, 0, **g), grouped(exchanged(0, 0, False), groups), (m,)),
-    }  # fmt: skip
+    def model(self, rows: Rows) -> Rows:
+        return self.of_tensor(torch.from_numpy(rows)).numpy()
 
 
 def _linear() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for name, groups in {**EVEN, **UNEVEN}.items():
-        made = _reductions(groups) | (_exchanges(groups) if name in EVEN else {})
-        cases |= {f"{op}-{name}": case for op, case in made.items()}
+        m = len(groups[0]) if groups else N
+        made: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+            "psum": ("psum", (2, 3), {}),
+            "pmean": ("pmean", (3,), {}),
+        }
+        if name in EVEN:
+            tiled = {"tiled": True}
+            made |= {
+                "all_gather": ("all_gather", (2,), {}),
+                "all_gather_last": ("all_gather", (2,), {"axis": -1}),
+                "all_gather_tiled": ("all_gather", (2, 2), {"axis": -1, **tiled}),
+                "psum_scatter": ("psum_scatter", (m, 2), {}),
+                "psum_scatter_tiled": (
+                    "psum_scatter", (2, 2 * m), {"scatter_dimension": -1, **tiled}),
+                "all_to_all": ("all_to_all", (m, 2), {"split_axis": -2, "concat_axis": -1}),
+                "all_to_all_tiled": (
+                    "all_to_all", (2, 2 * m), {"split_axis": 1, "concat_axis": 0, **tiled}),
+                "pswapaxes": ("pswapaxes", (m,), {"axis": 0}),
+            }  # fmt: skip
+        cases |= {f"{key}-{name}": Case(*case, groups) for key, case in made.items()}
     for name, pairs in PERMUTATIONS.items():
-        cases[f"ppermute-{name}"] = Case(
-            lambda x, i, pairs=pairs: c.ppermute(x, i, pairs), permuted(pairs), (2,)
-        )
-    order = [4, 2, 7, 0, 5, 1, 6, 3]
-    cases["pshuffle"] = Case(lambda x, i: c.pshuffle(x, i, order), lambda rows: rows[order], (2,))
+        cases[f"ppermute-{name}"] = Case("ppermute", (2,), {"perm": pairs})
+    cases["pshuffle"] = Case("pshuffle", (2,), {"perm": [4, 2, 7, 0, 5, 1, 6, 3]})
     for source in (5, -1):
-        cases[f"pbroadcast{source}"] = Case(
-            lambda x, i, source=source: c.pbroadcast(x, i, source),
-            lambda rows, source=source: np.stack([rows[source]] * N),
-            (2,),
-        )
-    cases["positional"] = Case(
-        lambda x, i: c.psum(x, (*(i if isinstance(i, tuple) else (i,)), -1)),
-        lambda rows: np.stack([rows.sum((0, 2))] * N),
-        (2, 3),
-    )
+        cases[f"pbroadcast{source}"] = Case("pbroadcast", (2,), {"source": source})
+    cases["positional"] = Case("psum", (2, 3), {}, dims=(-1,))
     return cases
 
 
@@ -262,10 +176,9 @@ LINEAR = _linear()
 
 
 def transposed(case: Case, cotangents: Rows) -> Rows:
-    """What a linear model's transpose makes of cotangents: column k is what it does to unit k."""
-    shape = (N, *case.shape)
-    units = np.eye(int(np.prod(shape))).reshape(-1, *shape)
-    return np.array([(cotangents * case.model(unit)).sum() for unit in units]).reshape(shape)
+    """What a linear model's transpose makes of cotangents."""
+    pull = torch.func.vjp(case.of_tensor, torch.zeros(N, *case.shape, dtype=torch.float64))[1]
+    return pull(torch.from_numpy(cotangents))[0].numpy()
 
 
 def extreme_shares(rows: Rows, groups: Groups, take: Any) -> Rows:

@@ -40,19 +40,11 @@ class Finished:
     output: str
 
 
-def launch(
-    num_ranks: int,
-    *command: str,
-    options: tuple[str, ...] = ("--standalone",),
-    environment: Mapping[str, str] | None = None,
-    prefix: tuple[str, ...] = (),
-    limit_s: float = LIMIT_S,
-) -> Finished:
+def launch(num_ranks: int, *command: str, limit_s: float = LIMIT_S, **options: Any) -> Finished:
     """Run ``torchrun --nproc-per-node=num_ranks command`` to its end; a job that does not end is
-    killed, and a failure.
+    killed, and a failure. ``options``: of ``Job``.
     """
-    job = Job(num_ranks, *command, options=options, environment=environment, prefix=prefix)
-    return job.wait(limit_s)
+    return Job(num_ranks, *command, **options).wait(limit_s)
 
 
 class Job:

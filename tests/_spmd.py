@@ -1,4 +1,4 @@
-"""Run one function on several real processes with a bound process axis, without the runtime.
+"""Run one function on several real processes that form a group, without the runtime.
 
     with spmd(4) as run:
         results = run(function, *args)     # one result per rank
@@ -22,8 +22,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from torchpmap._base.config import Config
-from torchpmap._layout import axis_stack
-from torchpmap._layout.axis_stack import Axis, Partition
 from torchpmap._runtime.groups.process_groups import Groups
 
 GROUP = "axis"
@@ -32,9 +30,7 @@ Run = Callable[..., list[Any]]
 
 
 @contextmanager
-def spmd(
-    size: int, axis_name: str = "i", share_memory: Container[int] = range(256)
-) -> Iterator[Run]:
+def spmd(size: int, share_memory: Container[int] = range(256)) -> Iterator[Run]:
     """Start ``size`` processes; yields ``run(function, *args)``, which calls it on all of them.
 
     ``share_memory``: the ranks that are willing to; unless all are, collectives go over Gloo.
@@ -45,8 +41,7 @@ def spmd(
         ends, processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            shares = rank in share_memory
-            args = (rank, size, axis_name, shares, str(Path(folder) / "store"), theirs)
+            args = (rank, size, rank in share_memory, str(Path(folder) / "store"), theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -85,27 +80,17 @@ def _answer(rank: int, end: Connection) -> tuple[bool, Any]:
     return answer
 
 
-def _serve(
-    rank: int, size: int, axis_name: str, shares_memory: bool, path: str, end: Connection
-) -> None:
+def _serve(rank: int, size: int, shares_memory: bool, path: str, end: Connection) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(path, -1)
     config = Config(timeout=TIMEOUT_S / 3, shared_memory=shares_memory)
     groups = Groups(rank, torch.device("cpu"), store, config)
-
-    def subgroup(partition: Partition) -> str:
-        name = axis_stack.subgroup_name(GROUP, partition)
-        groups.ensure(name, partition)
-        return name
-
     groups.ensure(GROUP, (tuple(range(size)),))
-    axis = Axis(axis_name, size, torch.tensor(rank), GROUP, subgroup)
     with suppress(EOFError, BrokenPipeError):  # the test is over
         while True:
             function, args = pickle.loads(end.recv_bytes())
             try:
-                with axis_stack.bind(axis):
-                    answer = False, function(*args)
+                answer = False, function(*args)
             except Exception:
                 answer = True, traceback.format_exc()
             buffer = io.BytesIO()

@@ -3,9 +3,11 @@
 import contextlib
 import functools
 import gc
+import importlib.util
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -126,6 +128,16 @@ def names_to_run(request: pytest.FixtureRequest, test: str) -> list[str]:
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
     cases = [item for item in items if item.originalname == test]
     return list(dict.fromkeys(case.callspec.params["name"] for case in cases))
+
+
+def imported(path: Path) -> Any:
+    """A module that is no part of a package, by a name of its own."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses look for it
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
 
 
 def wait_for(predicate: Callable[[], object], seconds: float = 2.0) -> bool:

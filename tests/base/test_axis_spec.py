@@ -82,11 +82,7 @@ def test_legal_axis_spec(spec):
 @pytest.mark.parametrize(
     ("prefix", "tree", "axes"),
     [
-        ((0, {"b": 2, "a": None}), (1, {"a": [2, 3], "b": 4}), [0, None, None, 2]),
-        ((0, 1), (None, 2), [None, 1]),
-        (0, (None, [2, None]), [None, 0, None]),
         (({"a": 0},), (None,), [None]),
-        ((0, 1), ({}, 2), [1]),
         (OrderedDict(b=1, a=0), OrderedDict(a=5, b=6), [0, 1]),
         (defaultdict(int, a=1), defaultdict(list, a=[5, 6]), [1, 1]),
         (State(0, 1), State([1, 2], 3), [0, 0, 1]),

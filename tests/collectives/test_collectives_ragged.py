@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from _support import EAGER
+from _axis_models import ON_DEVICES, VMAPPED
 
 import torchpmap as tp
 from torchpmap._collectives import ragged_all_to_all
@@ -84,18 +84,16 @@ def test_values(seed, groups):
             np.testing.assert_array_equal(got.numpy(), model(arrays, groups))
 
 
-@pytest.mark.parametrize("num_rows", [4, 8])
-def test_on_devices(num_rows, pool):
-    given = random_exchange(num_rows, 2, 1)
-    f = tp.pmap(ragged(), axis_name="i", compile=EAGER, fullgraph=True)
+def test_on_devices(mode, pool):
+    given = random_exchange(4, 2, 1)
+    f = tp.pmap(ragged(), axis_name="i", compile=mode)
     np.testing.assert_array_equal(f(*tensors(given)).numpy(), model(given))
 
 
-def test_over_several_axes():
+@pytest.mark.parametrize("world", (ON_DEVICES | VMAPPED).values(), ids=ON_DEVICES | VMAPPED)
+def test_over_every_kind_of_axes(world, pool):
     given = random_exchange(8, 1, 2)
-    grid = [x.reshape(4, 2, *x.shape[1:]).transpose(0, 1) for x in tensors(given)]
-    f = vmap(vmap(ragged(("j", "k")), axis_name="j", in_axes=0), axis_name="k")
-    got = f(*grid).transpose(0, 1).reshape(8, -1, 2)
+    got = world(ragged(world.axis_name), *tensors(given))
     np.testing.assert_array_equal(got.numpy(), model(given))
 
 

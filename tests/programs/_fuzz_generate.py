@@ -203,7 +203,6 @@ class _Maker(Shards):
             transform,
             self.name("f"),
             axis,
-            None,
             body,
             tuple(args),
             axes,

@@ -2,24 +2,22 @@
 what derivatives and collectives are.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from _collective_models import MODELS, Rows, in_groups
 from _fuzz_programs import Collective, Map, Spec
 
-Rows = list[Any]
 Env = dict[str, Rows]
 Grid = tuple[tuple[str | None, int], ...]
 Function = Callable[[list[Rows]], Rows]
 """Of the rows of some arguments: the rows of one result."""
 Pull = Callable[[Rows, Rows, list[Rows]], list[Rows]]
 """Of results, cotangents and arguments: the derivatives by the arguments."""
-
-HALVES = (torch.bfloat16, torch.float16)
-NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
 
 
 def count(grid: Grid) -> int:
@@ -60,7 +58,6 @@ def taken(rows: Rows, axis: int | None, size: int, grid: Grid) -> Rows:
 def axis_size(step: Map, args: Sequence[torch.Tensor]) -> int:
     """The size of a mapped axis: that of all mapped dims."""
     sizes = {x.shape[a] for x, a in zip(args, step.in_axes, strict=True) if a is not None}
-    sizes |= set() if step.size is None else {step.size}
     if len(sizes) != 1 or sizes == {0}:
         raise ValueError(f"the mapped axis has sizes {sizes}")
     return sizes.pop()
@@ -205,88 +202,6 @@ def _stacked(columns: list[Rows], dim: int, shape: Sequence[int]) -> Rows:
 # --- collectives ----------------------------------------------------------------------------------
 
 
-def _same(rows: Sequence[torch.Tensor], value: torch.Tensor) -> Rows:
-    return [value.clone() for _ in rows]
-
-
-def _total(rows: Rows, dims: Sequence[int]) -> torch.Tensor:
-    """A sum over rows and dims; of halves in float32."""
-    wide = torch.float32 if rows[0].dtype in HALVES else rows[0].dtype
-    total = torch.stack([row.to(wide) for row in rows]).sum(0, dtype=wide)
-    return total.sum(tuple(dims), dtype=wide) if dims else total
-
-
-def _psum(rows: Rows, dims: Sequence[int] = ()) -> Rows:
-    if rows[0].dtype == torch.bool:
-        rows = [row.to(torch.int32) for row in rows]
-    return _same(rows, _total(rows, dims).to(rows[0].dtype))
-
-
-def _pmean(rows: Rows, dims: Sequence[int] = ()) -> Rows:
-    if rows[0].dtype in NARROW:
-        rows = [row.to(torch.int32) for row in rows]
-    mean = _total(rows, dims) / (len(rows) * math.prod(rows[0].shape[d] for d in dims))
-    return _same(rows, mean.to(rows[0].dtype) if rows[0].dtype in HALVES else mean)
-
-
-def _extreme(reduce: Callable[..., torch.Tensor]) -> Callable[..., Rows]:
-    def model(rows: Rows, dims: Sequence[int] = ()) -> Rows:
-        return _same(rows, reduce(torch.stack(rows), (0, *(d if d < 0 else d + 1 for d in dims))))
-
-    return model
-
-
-def _all_gather(rows: Rows, axis: int = 0, tiled: bool = False) -> Rows:
-    return _same(rows, torch.cat(rows, axis) if tiled else torch.stack(rows, axis))
-
-
-def _psum_scatter(rows: Rows, scatter_dimension: int = 0, tiled: bool = False) -> Rows:
-    if rows[0].dtype == torch.bool:
-        raise TypeError("JAX refuses it")
-    return _slices(_psum(rows)[0], len(rows), scatter_dimension, tiled)
-
-
-def _all_to_all(rows: Rows, split_axis: int, concat_axis: int, tiled: bool = False) -> Rows:
-    sent = [_slices(row, len(rows), split_axis, tiled) for row in rows]
-    join = torch.cat if tiled else torch.stack
-    return [join([parts[k] for parts in sent], concat_axis) for k in range(len(rows))]
-
-
-def _slices(x: torch.Tensor, size: int, dim: int, tiled: bool) -> Rows:
-    if x.shape[dim] % size or (not tiled and x.shape[dim] != size):
-        raise ValueError(f"dim {dim} of {tuple(x.shape)} is not cut into {size}")
-    if tiled:
-        return [part.clone() for part in x.chunk(size, dim)] if x.shape[dim] else [x] * size
-    return [part.clone() for part in x.unbind(dim)]
-
-
-def _ppermute(rows: Rows, perm: Sequence[tuple[int, int]]) -> Rows:
-    out = [torch.zeros_like(row) for row in rows]
-    for source, destination in perm:
-        out[destination] = rows[source].clone()
-    return out
-
-
-def _pbroadcast(rows: Rows, source: int) -> Rows:
-    return _same(rows, rows[source])
-
-
-MODELS: dict[str, Callable[..., Rows]] = {
-    "psum": _psum,
-    "pmean": _pmean,
-    "pmax": _extreme(torch.amax),
-    "pmin": _extreme(torch.amin),
-    "all_gather": _all_gather,
-    "psum_scatter": _psum_scatter,
-    "all_to_all": _all_to_all,
-    "pswapaxes": lambda rows, axis: _all_to_all(rows, axis, axis),
-    "ppermute": _ppermute,
-    "pshuffle": lambda rows, perm: [rows[k].clone() for k in perm],
-    "pbroadcast": _pbroadcast,
-    "axis_index": lambda rows: [torch.tensor(k) for k in range(len(rows))],
-}
-
-
 def collective(step: Collective, operand: str | None, env: Env, grid: Grid) -> Rows:
     """The rows of a collective's result for one of its operands."""
     options = dict(step.options)
@@ -294,15 +209,10 @@ def collective(step: Collective, operand: str | None, env: Env, grid: Grid) -> R
     names = step.axes if isinstance(step.axes, tuple) else (step.axes,)
     dims = [name for name in names if isinstance(name, int)]
     teams = companions(grid, places(grid, [name for name in names if isinstance(name, str)]))
-    out: dict[int, torch.Tensor] = {}
     rows = [None] * count(grid) if operand is None else spread(env[operand], grid)
-    if dims and not rows[0].dim():  # torch sums a number over its dim 0, JAX does not
-        raise ValueError("a number has no dims")
-    for team in teams:
-        for group in groups or [range(len(team))]:
-            members = [team[k] for k in group]
-            given = [rows[k] for k in members]
-            model = MODELS[step.name]
-            results = model(given, dims, **options) if dims else model(given, **options)
-            out.update(zip(members, results, strict=True))
-    return [out[k] for k in range(count(grid))]
+    if dims:
+        if not rows[0].dim():  # torch sums a number over its dim 0, JAX does not
+            raise ValueError("a number has no dims")
+        options["dims"] = dims
+    members = [[team[k] for k in group] for team in teams for group in groups or [range(len(team))]]
+    return in_groups(functools.partial(MODELS[step.name], **options), rows, members)

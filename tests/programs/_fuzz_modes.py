@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from _fuzz_generate import is_mapped
-from _fuzz_programs import Blocks, Derivative, Local, Map, Program, bodies
+from _fuzz_programs import Derivative, Map, Program, bodies
 from _fuzz_reference import Expected, expectation, quiet, verdict
 from _fuzz_source import source, standalone
 
@@ -19,7 +19,6 @@ MODES = {
     "inductor": "dict(fullgraph=True)",
     "inline": "dict()",
     "serial": "dict()",
-    "launched": "dict()",
 }
 """The options of every ``pmap``, as source."""
 
@@ -75,18 +74,13 @@ def applies(program: Program, mode: str) -> bool:
         if isinstance(step, Derivative) or (isinstance(step, Map) and step.transform == "vmap")
     ]
     calls = [s for step in around for b in bodies(step.body) for s in b.steps if is_mapped(s)]
-    if mode == "launched":  # no values that span the ranks, in the test at least
-        placed = any(isinstance(s, Local) and s.model for s in steps)
-        named = any(isinstance(s, Map) and (s.form == "name" or s.option) for s in steps)
-        blocks = any(isinstance(s, Blocks) for s in steps)
-        return not (calls or placed or named or blocks)
     return mode != "serial" or not calls  # one row after the other has no derivative from outside
 
 
-def run(program: Program, mode: str, package: Any = tp) -> list[torch.Tensor]:
+def run(program: Program, mode: str) -> list[torch.Tensor]:
     """The results as plain tensors."""
     with quiet(), _around(mode):
-        names = {"torch": torch, "tp": package, "COMPILE": eval(MODES[mode])}
+        names = {"torch": torch, "tp": tp, "COMPILE": eval(MODES[mode])}
         exec(compile(source(program), "<program>", "exec"), names)
         results = names["program"](*names["inputs"])  # type: ignore[operator]
         return [_fetched(result) for result in results]

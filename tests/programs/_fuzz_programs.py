@@ -56,8 +56,6 @@ class Map:
     transform: str
     name: str
     axis: str | None
-    size: int | None
-    """``axis_size=``, where no argument has the axis."""
     body: Body
     args: tuple[str, ...]
     in_axes: tuple[int | None, ...]

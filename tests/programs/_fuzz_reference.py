@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from _collective_models import HALVES
 from _fuzz_models import (
-    HALVES,
     Env,
     Grid,
     Rows,

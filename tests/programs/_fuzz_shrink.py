@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from _fuzz_programs import (
+    Blocks,
     Body,
     Collective,
     Derivative,
@@ -64,30 +65,17 @@ def _edited(body: Body, edit: Callable[[Body], Iterator[Body]]) -> Iterator[Body
     """Every way to edit a body or one within it, outer ones first."""
     yield from edit(body)
     for k, step in enumerate(body.steps):
-        for place, within in enumerate(inside(step)):
-            for inner in _edited(within, edit):
-                fitting = _fitting(step, place, inner)
-                if fitting is not None:
-                    yield _with(body, k, fitting)
+        within = inside(step)
+        for place, one in enumerate(within):
+            for inner in _edited(one, edit):
+                yield _with(
+                    body, k, with_inside(step, (*within[:place], inner, *within[place + 1 :]))
+                )
 
 
 def _with(body: Body, k: int, *steps: Step) -> Body:
     """With other steps in place of the ``k``-th."""
     return replace(body, steps=(*body.steps[:k], *steps, *body.steps[k + 1 :]))
-
-
-def _fitting(step: Step, place: int, inner: Body) -> Step | None:
-    """A step whose body has fewer parameters than before; None if its kind needs them all."""
-    within = inside(step)
-    kept = [within[place].params.index(name) for name in inner.params]
-    if isinstance(step, Map | Derivative):
-        changes: dict[str, Any] = {"body": inner, "args": tuple(step.args[k] for k in kept)}
-        if isinstance(step, Map):
-            changes["in_axes"] = tuple(step.in_axes[k] for k in kept)
-        return replace(step, **changes)
-    if len(kept) < len(within[place].params):
-        return None
-    return with_inside(step, (*within[:place], inner, *within[place + 1 :]))
 
 
 # --- fewer steps ----------------------------------------------------------------------------------
@@ -98,7 +86,7 @@ def _shorter(body: Body) -> Iterator[Body]:
     for k in reversed(range(len(body.steps))):
         step = body.steps[k]
         rest = _with(body, k)
-        if not _uses(rest, step.outs):
+        if used(rest).isdisjoint(step.outs):
             yield rest
             continue
         for name in dict.fromkeys([*getattr(step, "args", ()), *body.params]):
@@ -109,12 +97,7 @@ def _shorter(body: Body) -> Iterator[Body]:
             through = renamed(rest, dict(zip(step.outs, opened.results * copies, strict=True)))
             steps = (*through.steps[:k], *opened.steps, *through.steps[k:])
             yield replace(through, steps=steps)
-        if isinstance(step, Map):
-            yield from _fewer_values(body, k, step)
-        if isinstance(step, Collective) and len(step.args) > 1:
-            for r, out in enumerate(step.outs):
-                fewer = replace(step, args=_less(step.args, r), outs=_less(step.outs, r))
-                yield renamed(_with(body, k, fewer), {out: step.args[r]})
+        yield from (_with(body, k, fewer) for fewer in _fewer_values(step))
 
 
 def _openable(step: Step) -> tuple[Body, ...]:
@@ -123,23 +106,27 @@ def _openable(step: Step) -> tuple[Body, ...]:
     return inside(step) if is_branch or isinstance(step, Map | Derivative) else ()
 
 
-def _uses(body: Body, names: tuple[str, ...]) -> bool:
-    return not used(body).isdisjoint(names)
+COLUMNS = (
+    ("outs", "out_axes", "out_specs", "results"),
+    ("args", "in_axes", "in_specs", "params"),
+)
+"""Fields of a step, and the last of its body, that have an entry for each value."""
 
 
-def _fewer_values(body: Body, k: int, step: Map) -> Iterator[Body]:
-    """A mapped function without one of its results, or of its parameters."""
-    for r in range(len(step.outs)):
-        if len(step.outs) > 1 and not _uses(_with(body, k), step.outs[r : r + 1]):
-            inner = replace(step.body, results=_less(step.body.results, r))
-            outs, axes = _less(step.outs, r), _less(step.out_axes, r)
-            yield _with(body, k, replace(step, body=inner, outs=outs, out_axes=axes))
-    for p, param in enumerate(step.body.params):
-        if len(step.body.params) > 1 and not _uses(step.body, (param,)):
-            inner = replace(step.body, params=_less(step.body.params, p))
-            fitting = _fitting(step, 0, inner)
-            assert fitting is not None
-            yield _with(body, k, fitting)
+def _fewer_values(step: Step) -> Iterator[Step]:
+    """A step without one of its results, or of its parameters."""
+    if isinstance(step, Collective):
+        for r in range(len(step.args) if len(step.args) > 1 else 0):
+            yield replace(step, args=_less(step.args, r), outs=_less(step.outs, r))
+    if not isinstance(step, Map | Blocks | Derivative):
+        return
+    for *names, of_body in COLUMNS[1:] if isinstance(step, Derivative) else COLUMNS:
+        there = [name for name in names if hasattr(step, name)]
+        values = getattr(step.body, of_body)
+        for k in range(len(values) if len(values) > 1 else 0):
+            body = replace(step.body, **{of_body: _less(values, k)})
+            changes = {name: _less(getattr(step, name), k) for name in there}
+            yield replace(step, body=body, **changes)
 
 
 def _less(values: tuple[Any, ...], k: int) -> tuple[Any, ...]:

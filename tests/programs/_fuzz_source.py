@@ -1,8 +1,6 @@
 """Programs of the fuzzer as Python source."""
 
 import functools
-import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from _fuzz_programs import (
@@ -66,24 +64,9 @@ def standalone(program: Program, num_devices: int, options: str, inline: str = "
     around = f"with {inline}:\n    " if inline else ""
     return (
         "import torch\nimport torchpmap as tp\n\n"
-        f"tp.init(num_devices={num_devices})\nCOMPILE = {options}\n\n{_renumbered(source(program))}"
+        f"tp.init(num_devices={num_devices})\nCOMPILE = {options}\n\n{source(program)}"
         f"\n\n{around}print(program(*inputs))\n"
     )
-
-
-def _renumbered(text: str) -> str:
-    """Names with the smallest numbers."""
-    known: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-
-    def small(match: re.Match[str]) -> str:
-        name, letter = match.group(0), match.group(1)
-        if name not in known:
-            known[name] = f"{letter}{counts[letter]}"
-            counts[letter] += 1
-        return known[name]
-
-    return re.sub(r"(?<![a-zA-Z0-9])(axis|[fpsvx])\d+", small, text)
 
 
 def value(given: Input) -> str:
@@ -163,8 +146,6 @@ def _mapped(step: Map, known: set[str]) -> list[str]:
     if step.form == "torch":
         transform, dims = "torch.func.vmap", "dims"
     options += [f"in_{dims}={_in_axes(step)}", f"out_{dims}={_out_axes(step)}"]
-    if step.size is not None:
-        options.append(f"axis_size={step.size}")
     if step.statics:
         first = len(step.args)
         places = tuple(range(first, first + len(step.statics)))

@@ -1,6 +1,6 @@
 """Run random programs in all modes against a reference, until the time is over.
 
-    python tests/fuzz.py --seconds 600 --seed 7
+    python tests/programs/fuzz.py --seconds 600 --seed 7
 
 A program is written down smaller than it was found, as a script that can be pasted.  The reference
 (``_fuzz_reference``) is plain torch, row by row, and knows nothing of torchpmap.
@@ -91,7 +91,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--mode",
         nargs="+",
-        choices=[mode for mode in MODES if mode != "launched"],
+        choices=MODES,
         default=["graph", "uncompiled", "inline", "serial"],
     )
     return parser.parse_args(argv)

@@ -1,25 +1,18 @@
 """Covers: benchmarks/bars.py, but for what it measures."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _support import imported
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def bars() -> Any:
-    spec = importlib.util.spec_from_file_location("bars", ROOT / "benchmarks" / "bars.py")
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bars"] = module  # where its dataclasses look for their module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["bars"]
+    return imported(ROOT / "benchmarks" / "bars.py")
 
 
 def test_a_time_beside_jax_is_the_ratio_of_medians(bars):

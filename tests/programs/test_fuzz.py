@@ -1,25 +1,22 @@
 """Random programs in all modes against plain torch, row by row (``fuzz.py`` runs more of them).
 
-Covers: values and derivatives of whole programs; that the reference knows JAX's rules; and that a
-defect would be found and made small.
+Covers: values and derivatives of whole programs; and that a defect would be found and made small.
+The reference has JAX's rules as long as torchpmap has: test_jax_parity.py compares that with JAX.
 """
 
 import itertools
-from pathlib import Path
 
-import _fuzz_reference
 import pytest
 import torch
+from _collective_models import MODELS
 from _fuzz_generate import BLOCKS, DONATES, generate, generated
 from _fuzz_loops import LARGE
-from _fuzz_models import MODELS
-from _fuzz_modes import applies, script, trial
+from _fuzz_modes import script, trial
 from _fuzz_programs import (
     Blocks,
     Body,
     Collective,
     Derivative,
-    Input,
     Local,
     Loop,
     Map,
@@ -27,10 +24,9 @@ from _fuzz_programs import (
     Step,
     bodies,
 )
-from _fuzz_reference import LOOPS, run, verdict
+from _fuzz_reference import LOOPS
 from _fuzz_shrink import shrink
 from _fuzz_source import source
-from _launched import Raised, answers, launch
 from _support import TEST_ALL, mostly_long
 
 NUM_PROGRAMS, PARTS = 200, 40
@@ -98,28 +94,6 @@ def sizes(step: Blocks) -> tuple[int, ...]:
     return tuple(size for _, size in step.mesh)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_programs_of_launched_ranks(tmp_path: Path) -> None:
-    candidates = {f"launched:{number}": generate(f"launched:{number}") for number in range(200)}
-    programs = {s: program for s, program in candidates.items() if applies(program, "launched")}
-    finished = launch(
-        2, str(Path(__file__).with_name("_torchrun_fuzz.py")), str(tmp_path), *programs
-    )
-    assert finished.code == 0, finished.output
-    judged = 0
-    for rank, results in enumerate(answers(2, tmp_path)):
-        for seed, program in programs.items():
-            got = results[seed]
-            if isinstance(got, Raised) and got.kind == "Unfit":
-                continue  # its rows do not divide
-            judged += 1
-            _, expected = generated(seed)
-            wrong = str(got) if isinstance(got, Raised) else verdict(got, expected)
-            assert not wrong, f"rank {rank}, {script(program, 'launched', 2)}\n{wrong}"
-    assert judged >= 10
-
-
 def test_same_seed_same_program() -> None:
     again, _ = generated.__wrapped__("same")  # without the memory of programs that were made
     assert again == generate("same")
@@ -129,12 +103,8 @@ def test_same_seed_same_program() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)  # alone it makes all programs
 def test_the_programs_have_something_of_everything() -> None:
-    steps = [
-        step
-        for number in range(NUM_PROGRAMS)
-        for body in bodies(generate(f"ci:{number}").body)
-        for step in body.steps
-    ]
+    programs = [generate(f"ci:{number}") for number in range(NUM_PROGRAMS)]
+    steps = [step for program in programs for step in steps_of(program.body)]
     loops = [step for step in steps if isinstance(step, Loop)]
     assert {step.kind for step in loops} == set(LOOPS)
     assert any(isinstance(s, Loop) for step in loops for body in step.bodies for s in body.steps)
@@ -174,102 +144,6 @@ def test_the_programs_of_blocks_have_something_of_everything() -> None:
     assert {step.form for step in around if isinstance(step, Map)} >= {"plain", "torch"}
 
 
-# --- the reference --------------------------------------------------------------------------------
-
-X, W = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 10.0, 100.0, 1000.0])
-PAIRS = (("axis_index_groups", [[0, 1], [2, 3]]),)
-
-
-def _of_two(call: Map | Blocks, size: int) -> Program:
-    """The call of two values, the second of a size."""
-    inputs = (Input("x0", 0, (4,), "float32"), Input("x1", 1, (size,), "float32"))
-    return Program(inputs, Body(("x0", "x1"), (call,), ("r",)))
-
-
-def _gradient(*steps: Local | Collective) -> Program:
-    """``pmap(grad(f))(x, w)`` of the steps from ``x`` and ``w`` to ``y``."""
-    f = Derivative(("g",), "grad", "f", Body(("x",), steps, ("y",)), ("p",))
-    row = Body(("p", "w"), (f,), ("g",))
-    return _of_two(Map(("r",), "pmap", "row", "i", None, row, ("x0", "x1"), (0, 0), (0,)), 4)
-
-
-def _local(out: str, code: str, *args: str) -> Local:
-    return Local((out,), code, args)
-
-
-def _over(out: str, name: str, x: str, *options: tuple[str, object]) -> Collective:
-    return Collective((out,), name, (x,), "i", options)
-
-
-def _inside(w_axes: tuple[str, ...], kind: str, *steps: Local | Collective) -> Program:
-    """``shard_map`` of the gradient by ``w`` of the steps from ``x``, cut over ``i``, to ``y``."""
-    gradient = Derivative(("g",), "grad", "f", Body(("w",), steps, ("y",)), ("q",))
-    if kind == "twice":
-        inner = Derivative(("h",), "grad", "f", Body(("w",), steps, ("y",)), ("u",))
-        total = Local(("t",), "{0}.sum()", ("h",))
-        gradient = Derivative(("g",), "grad", "f2", Body(("u",), (inner, total), ("t",)), ("q",))
-    block = Body(("x", "q"), (gradient,), ("g",))
-    specs = ((("i", "k"),), (w_axes,)) if not w_axes else ((("i",),), (w_axes,))
-    mesh = (("i", 2), ("k", 2))
-    return _of_two(Blocks(("r",), "block", mesh, block, ("x0", "x1"), specs, (specs[1],)), 2)
-
-
-PRODUCT = _local("y", "({0}.sum() * {1}).sum()", "x", "w")
-CUBES = _local("y", "({0}.sum() * {1} ** 3).sum()", "x", "w")
-
-
-GATHERED = (  # of what is the same everywhere
-    _local("s", "{0} * 0 + 10", "w"),
-    Collective(("a",), "all_gather", ("s",), "i"),
-    _local("y", "({0}[0] * {1}).sum() / 2", "a", "w"),
-)
-
-
-def _total(name: str, axes: object) -> tuple[Local, Collective]:
-    return _local("a", "({0}.sum() * {1}).sum()", "x", "w"), Collective(("y",), name, ("a",), axes)
-
-
-@pytest.mark.parametrize(
-    ("program", "expected"),
-    [
-        (
-            _gradient(_local("a", "{0} * {1}", "x", "w"), _over("y", "psum", "a")),
-            [4, 40, 400, 4000],
-        ),
-        (_gradient(_over("a", "psum", "x"), _local("y", "{0} * {1}", "w", "a")), [1111] * 4),
-        (_gradient(_over("a", "psum", "x"), _local("y", "{0} ** 2", "a")), [80] * 4),
-        (_gradient(_over("a", "psum", "x"), _local("y", "{0} * {1}", "x", "a")), [20] * 4),
-        (
-            _gradient(_local("a", "{0} * {1}", "x", "w"), _over("y", "pmean", "a")),
-            [1, 10, 100, 1000],
-        ),
-        (
-            _gradient(_over("a", "psum", "x", *PAIRS), _local("y", "{0} * {1}", "w", "a")),
-            [11, 11, 1100, 1100],
-        ),
-        (
-            _gradient(
-                _over("a", "ppermute", "x", ("perm", [(0, 1), (1, 2)])),
-                _local("y", "{0} * {1}", "w", "a"),
-            ),
-            [10, 100, 0, 0],
-        ),
-        (_inside((), "once", PRODUCT), [10, 10]),
-        (_inside(("k",), "once", *_total("psum", "i")), [10, 10]),
-        (_inside((), "once", *_total("pmean", ("i", "k"))), [2.5, 2.5]),
-        (_inside((), "twice", CUBES), [60, 600]),
-        (_inside((), "once", *GATHERED), [10, 10]),
-    ],
-)
-def test_the_reference_has_the_gradients_of_jax(
-    program: Program, expected: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those inside shard_map were computed with jax 0.10.2."""
-    known = {"x0": X, "x1": W[: program.inputs[1].shape[0]]}
-    monkeypatch.setattr(_fuzz_reference, "made", lambda given: known[given.name])
-    assert run(program)[0].tolist() == expected
-
-
 # --- that it finds --------------------------------------------------------------------------------
 
 
@@ -297,6 +171,6 @@ def test_a_defect_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> No
         return again is not None and again.kind == failure.kind
 
     small = shrink(program, fails)
-    steps = [step for body in bodies(small.body) for step in body.steps]
+    steps = steps_of(small.body)
     assert any(isinstance(s, Collective) and s.name == "ppermute" for s in steps), source(small)
     assert len(steps) <= 8, source(small)

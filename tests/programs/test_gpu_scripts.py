@@ -10,27 +10,16 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
-from typing import Any
 
 import pytest
-from _support import SCALE
+from _support import SCALE, imported
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def imported(path: Path) -> Any:
-    """A module by another name: tests/gpu.py is ``gpu`` too."""
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{path.stem}", path)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 sys.path.append(str(BENCHMARKS))
-gpu = imported(BENCHMARKS / "gpu.py")
+gpu = imported(BENCHMARKS / "gpu.py")  # tests/gpu.py is ``gpu`` too
 from _gpu import inside  # noqa: E402  (found through the lines above)
 
 INSTALLED = (

@@ -47,10 +47,6 @@ def places(x):
     return [shard.device for shard in x.addressable_shards]
 
 
-def double(x):
-    return 2 * x
-
-
 def difference(x):
     return x - tp.psum(x, "i")
 
@@ -85,21 +81,6 @@ def test_composition_with_jit_twice():
 
 
 # Results -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", [None, 1, -1], ids=["not given", "in order", "reversed"])
-def test_results_stay_on_the_devices_in_their_order(order):
-    devices = tp.devices()[::order]
-    f = pmap(double, devices=devices if order else None)
-    y = X.numpy()
-    for k in range(10):
-        y = f(y)
-        assert isinstance(y, tp.ShardedTensor)
-        assert isinstance(y, torch.Tensor)
-        assert places(y) == devices
-        same(y, 2 ** (k + 1) * X)
-    same(pmap(lambda x: x + 1)(y), 2**10 * X + 1)  # also where another order is expected
-    same(torch.sin(y), torch.sin(2**10 * X))
 
 
 def test_threadsafe_indexing():
@@ -157,29 +138,7 @@ def test_donation_by_an_inner_function_is_ignored():
     assert not x.is_deleted()
 
 
-# Constants and caches ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", [4, 3])
-def test_a_constant_is_on_the_devices_and_traced_once(number):
-    devices = tp.devices() if number == 4 else tp.devices()[::-1][:number]
-    f, traces = counted(lambda x: 3, devices=None if number == 4 else devices)
-    for _ in range(2):
-        got = f(torch.arange(number))
-        same(got, [3] * number)
-        assert places(got) == devices
-    assert traces.n == 1
-
-
-def test_a_function_is_traced_once_for_each_kind_of_arguments():
-    f, traces = counted(lambda x, y: x + y)
-    for k in range(3):
-        same(f(ONES, ONES * k), ONES + k)
-    for k, got in enumerate(in_threads(6, lambda k: f(ONES, ONES * k))):
-        same(got, ONES + k)
-    assert traces.n == 1
-    f(ONES.double(), ONES)
-    assert traces.n == 2
+# Caches ------------------------------------------------------------------------------------------
 
 
 def test_a_derivative_is_traced_once():
@@ -277,15 +236,3 @@ def test_random_numbers_of_each_row_in_a_checkpoint(n):
     got = tp.pmap(f, "i", in_axes=(None, 0), compile=False)(key, sample(n, 3))
     draws = [tp.random.normal(tp.random.fold_in(key, k), (3,)) * (1 + k) for k in range(n)]
     same(got, torch.stack(draws))
-
-
-def test_an_axis_name_does_not_leak():
-    def f(x):
-        assert tp.axis_bound("i")
-        assert not tp.axis_bound("j")
-        return x
-
-    mapped = pmap(f, "i", axis_size=1)
-    got = torch.func.grad(lambda x: mapped(x[None])[0])(torch.tensor(3.0))
-    assert float(got) == 1.0
-    assert not tp.axis_bound("i")

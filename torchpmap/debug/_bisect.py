@@ -24,6 +24,11 @@ from torchpmap.debug._lockstep import Lockstep, Step, Steps, Values, described, 
 Variant = Callable[[Lockstep, GraphModule, list[Values], Sequence[int]], Steps]
 """How a graph is run."""
 
+_LEAST = 1e-3
+"""Smaller numbers may be what is left of larger ones that cancel: the gradient of a bias before a
+norm.  Their differences are compared with this.
+"""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -56,7 +61,6 @@ def plain(run: Lockstep, graph: GraphModule, inputs: list[Values], ranks: Sequen
 
 def differing(mine: Steps, theirs: Steps, tolerance: float) -> Difference | None:
     """Run both side by side, until they differ."""
-    cancelled = dict[Node, Difference]()
     for one in mine:
         other = next(theirs, None)
         if other is None or (one.node.name, one.steps) != (other.node.name, other.steps):
@@ -65,33 +69,24 @@ def differing(mine: Steps, theirs: Steps, tolerance: float) -> Difference | None
                 f"bisect: one run comes to {one.node.name}, step {one.steps}, and the other to "
                 f"{there}. They run different graphs, or other numbers of steps."
             )
-        found = _first(one, other, tolerance, cancelled)
+        found = _first(one, other, tolerance)
         if found is not None:
-            # what takes a rest as it is gets no more than passed on
-            return next((cancelled[x] for x in one.node.all_input_nodes if x in cancelled), found)
+            return found
     return None
 
 
-def _first(
-    one: Step, other: Step, tolerance: float, cancelled: dict[Node, Difference]
-) -> Difference | None:
-    """``cancelled`` gets a difference that only counts if a later operation takes it as it is."""
+def _first(one: Step, other: Step, tolerance: float) -> Difference | None:
     node = one.node
-    cancelled.pop(node, None)  # of an earlier step of a loop
     for rank in one.values:
         values = one.values[rank], other.values[rank]
         apart, largest = _apart(*values)
-        if apart > tolerance * largest:
+        if apart > tolerance * max(largest, _LEAST):
             pairs = zip(one.inputs, other.inputs, strict=True)
-            given = [_apart(mine[rank], theirs[rank]) for mine, theirs in pairs]
-            found = Difference(
-                *(operation_of(node), node.name, place_of(node), rank, one.steps, values),
-                *(apart, max((each for each, _ in given), default=0.0)),
+            given = [_apart(mine[rank], theirs[rank])[0] for mine, theirs in pairs]
+            return Difference(
+                *(operation_of(node), node.name, place_of(node), rank, one.steps, values, apart),
+                max(given, default=0.0),
             )
-            # where numbers cancel, what is left is as exact as they were
-            if apart > tolerance * max(each for _, each in (*given, (apart, largest))):
-                return found
-            cancelled.setdefault(node, found)
     return None
 
 

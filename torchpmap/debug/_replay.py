@@ -82,8 +82,8 @@ class Replay:
             dtype: run again with floating-point numbers of this dtype, ``torch.float64``.
             backend: run again with all operations between two collectives compiled by this backend
                 of ``torch.compile``, ``"inductor"``.
-            tolerance: the largest difference of two numbers, as a part of the largest number that
-                the operation takes or gives; default: 0 against a file, else 0.001.
+            tolerance: the largest difference of two numbers, as a part of the largest number in
+                the tensor, or of 0.001 if that is less; default: 0 against a file, else 0.001.
 
         Raises:
             ValueError: not exactly one of the three is given, or the graphs are different ones.

@@ -6,7 +6,6 @@ torchpmap is asked. Nothing here computes what a collective or a transform of to
 """
 
 import ast
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +17,12 @@ from torch.utils import _pytree as pytree
 import torchpmap as tp
 from parity import values
 
-COLLECTIVES = [
+LAX = [
     "psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute",
     "pshuffle", "pswapaxes", "pbroadcast", "pcast", "axis_index", "axis_size",
-]  # fmt: skip
-LOOPS = [
     "scan", "fori_loop", "while_loop", "cond", "switch", "map", "associative_scan",
 ]  # fmt: skip
+FUNC = ["jvp", "vjp", "jacfwd", "jacrev", "hessian"]
 
 
 class _Methods(ast.NodeTransformer):
@@ -56,7 +54,6 @@ def run(program, inputs, pmap, shard_map=tp.shard_map):
         "lax": lax_names(),
         "jnp": jnp_names(),
         "np": np,
-        "partial": functools.partial,
         "P": tp.P,
         "Mesh": tp.Mesh,
         "Auto": "Auto",
@@ -87,51 +84,17 @@ def jax_names(pmap, shard_map):
         vmap=tp.vmap,
         grad=tp.grad,
         value_and_grad=tp.value_and_grad,
-        jvp=torch.func.jvp,
-        vjp=torch.func.vjp,
-        jacfwd=jacfwd,
-        jacrev=jacrev,
-        hessian=hessian,
-        linear_transpose=linear_transpose,
+        **{name: getattr(torch.func, name) for name in FUNC},
+        linear_transpose=lambda fun, *primals: torch.func.vjp(fun, *primals)[1],
         # These change no value, and torch.utils.checkpoint does not work under torch.func.
-        jit=identity,
-        checkpoint=identity,
+        jit=lambda fun: fun,
+        checkpoint=lambda fun: fun,
         custom_vjp=CustomVjp,
         nn=SimpleNamespace(softmax=softmax, log_softmax=log_softmax),
-        tree=SimpleNamespace(map=tree_map),
-        random=random_names(),
+        tree=SimpleNamespace(map=pytree.tree_map),
+        random=tp.random,
         lax=lax_names(),
     )
-
-
-def random_names():
-    names = ("key", "split", "fold_in", "uniform", "normal", "bernoulli", "randint", "permutation")
-    found = {name: getattr(tp.random, name) for name in names}
-    return SimpleNamespace(PRNGKey=tp.random.key, **found)
-
-
-def identity(fun):
-    return fun
-
-
-def tree_map(fun, tree, *rest):
-    return pytree.tree_map(fun, tree, *rest)
-
-
-def linear_transpose(fun, *primals):
-    return torch.func.vjp(fun, *primals)[1]
-
-
-def jacfwd(fun, argnums=0):
-    return torch.func.jacfwd(fun, argnums)
-
-
-def jacrev(fun, argnums=0):
-    return torch.func.jacrev(fun, argnums)
-
-
-def hessian(fun, argnums=0):
-    return jacfwd(jacrev(fun, argnums), argnums)
 
 
 class CustomVjp:
@@ -180,9 +143,8 @@ def _custom_function(forward_rule, backward_rule):
 
 def lax_names():
     return SimpleNamespace(
-        **{name: getattr(tp, name) for name in COLLECTIVES if hasattr(tp, name)},
+        **{name: getattr(tp, name) for name in LAX},
         stop_gradient=stop_gradient,
-        **{name: getattr(tp, name) for name in LOOPS},
         bitwise_xor=torch.bitwise_xor,
         bitwise_or=torch.bitwise_or,
         dynamic_update_index_in_dim=dynamic_update_index_in_dim,
@@ -205,10 +167,8 @@ def maximum(x, y):
 
 SAME_NAME = [
     "sin", "cos", "tanh", "exp", "sqrt", "abs", "where", "cumsum", "zeros_like", "moveaxis",
-    "swapaxes", "broadcast_to", "tile", "reshape", "stack", "concatenate", "linspace",
-]  # fmt: skip
-DTYPES = [
-    "int8", "int32", "bfloat16", "float32", "complex64",
+    "swapaxes", "broadcast_to", "reshape", "stack", "concatenate", "linspace",
+    "add", "arange", "ones", "zeros", "int8", "int32", "bfloat16", "float32", "complex64",
 ]  # fmt: skip
 
 
@@ -216,13 +176,8 @@ def jnp_names():
     return SimpleNamespace(
         **{name: getattr(torch, name) for name in SAME_NAME},
         maximum=maximum,
-        add=torch.add,
         multiply=torch.mul,
-        **{name: getattr(torch, name) for name in DTYPES},
         bool_=torch.bool,
-        arange=torch.arange,
-        ones=torch.ones,
-        zeros=torch.zeros,
         array=torch.as_tensor,
         asarray=torch.as_tensor,
         sum=jnp_sum,

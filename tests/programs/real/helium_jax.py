@@ -7,23 +7,12 @@ devices, with its gradient in a ``custom_jvp`` and local energies clipped about 
 place of KFAC; the width of the proposals adapted to the rate of acceptance. All in float64.
 """
 
-import functools
-import json
-import os
-import sys
-from pathlib import Path
-
-# Read by jax when it is first used.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-os.environ["JAX_PLATFORMS"] = "cpu"
-
+import _jax
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from real import inputs
 
 jax.config.update("jax_enable_x64", True)
 
@@ -110,22 +99,6 @@ def mcmc(params, data, key, width):
     return data, lax.pmean(accepted / (MCMC_STEPS * len(data)), "devices")
 
 
-def adam(grads, state, params):
-    count = state["count"] + 1
-    rate = RATE / (1 + state["count"] / DELAY)
-    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
-    square = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, state["square"], grads)
-    params = jax.tree.map(
-        lambda p, m, v: (
-            p - rate * (m / (1 - 0.9**count)) / (jnp.sqrt(v / (1 - 0.999**count)) + 1e-8)
-        ),
-        params,
-        mean,
-        square,
-    )
-    return {"mean": mean, "square": square, "count": count}, params
-
-
 def train_step(params, state, data, key, width):
     key, subkey = random.split(key)
     data, accepted = mcmc(params, data, subkey, width)
@@ -133,16 +106,13 @@ def train_step(params, state, data, key, width):
         params, data
     )
     grads = lax.pmean(grads, "devices")
-    state, params = adam(grads, state, params)
+    params, state = _jax.adam(params, grads, state, RATE / (1 + state["count"] / DELAY))
     return params, state, data, key, (energy, variance, accepted, energies)
 
 
 def run(num_steps, num_walkers):
     params = inputs.helium_params()
-    zeros = jax.tree.map(np.zeros_like, params)
-    state = {"mean": zeros, "square": zeros, "count": np.int64(0)}
-    replicate = functools.partial(jax.tree.map, lambda x: np.stack([x] * inputs.NUM_DEVICES))
-    params, state = replicate(params), replicate(state)
+    params, state = _jax.replicated((params, _jax.zero_state(params, np.int64(0))))
     data = inputs.walkers(num_walkers)
     keys = random.split(random.PRNGKey(0), inputs.NUM_DEVICES)
     p_train_step = jax.pmap(
@@ -162,15 +132,15 @@ def run(num_steps, num_walkers):
             moves = []
     return {
         **metrics,
-        "norms": {name: float(jnp.linalg.norm(p[0])) for name, p in params.items()},
+        "norms": _jax.norms(params),
         "walkers": np.asarray(data[:, :2]).tolist(),
         "energies": np.asarray(energies[:, :4]).tolist(),
     }
 
 
 if __name__ == "__main__":
-    results = {"jax": jax.__version__, **run(NUM_STEPS, WALKERS)}
+    results = run(NUM_STEPS, WALKERS)
     energies = run(LONG_STEPS, LONG_WALKERS)["energy"]
     results["long"] = np.reshape(energies, (-1, 20)).mean(1).tolist()  # the exact one: -2.9037
-    Path(__file__).with_name("helium.json").write_text(json.dumps(results) + "\n")
+    _jax.write("helium", results)
     print(results["energy"], results["accepted"], results["width"], results["long"], sep="\n")

@@ -10,22 +10,13 @@ factors are theirs. The rate, and after how many good steps the scale grows, are
 """
 
 import functools
-import json
-import os
-import sys
-from pathlib import Path
 
-# Read by jax when it is first used.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-os.environ["JAX_PLATFORMS"] = "cpu"
-
+import _jax
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from real import inputs
 
 RUNS = {
     "local": {"dtype": "float32", "norm_axis": None},
@@ -155,7 +146,7 @@ def run(dtype, norm_axis):
         "scale": np.float32(2**16),
         "good_steps": np.int32(0),
     }
-    state = jax.tree.map(lambda x: np.stack([x] * inputs.NUM_DEVICES), state)
+    state = _jax.replicated(state)
     p_train_step = jax.pmap(
         functools.partial(train_step, dtype=dtype, norm_axis=norm_axis), axis_name="batch"
     )
@@ -181,14 +172,14 @@ def run(dtype, norm_axis):
         "spread": spread,
         "evaluated": evaluated,
         "count": first["count"].item(),
-        "norms": {name: float(jnp.linalg.norm(p)) for name, p in first["params"].items()},
+        "norms": _jax.norms(state["params"]),
         "stats": {name: np.asarray(s).tolist() for name, s in first["stats"].items()},
     }
 
 
 if __name__ == "__main__":
-    results = {"jax": jax.__version__, **{name: run(**options) for name, options in RUNS.items()}}
-    Path(__file__).with_name("imagenet.json").write_text(json.dumps(results) + "\n")
+    results = {name: run(**options) for name, options in RUNS.items()}
+    _jax.write("imagenet", results)
     for name in RUNS:
         for key in ("loss", "scale", "finite", "evaluated", "spread"):
             print(name, key, results[name][key])

@@ -8,22 +8,13 @@ depends on norms over all devices. The network is small, the average is quick (0
 """
 
 import functools
-import json
-import os
-import sys
-from pathlib import Path
 
-# Read by jax when it is first used.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-os.environ["JAX_PLATFORMS"] = "cpu"
-
+import _jax
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from real import inputs
 
 BETA_MIN, BETA_MAX, T = 0.1, 20.0, 1.0
 NUM_SCALES = 25
@@ -90,22 +81,9 @@ def loss_fn(params, key, batch):
     return ((s * std + z) ** 2).reshape(batch.shape[0], -1).mean(-1).mean()
 
 
-def adam(grads, state):
+def clipped(grads):
     norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
-    grads = jax.tree.map(lambda g: g * CLIP / jnp.maximum(norm, CLIP), grads)
-    rate = RATE * jnp.minimum(state["step"] / WARMUP, 1.0)
-    count = state["step"] + 1
-    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
-    square = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, state["square"], grads)
-    params = jax.tree.map(
-        lambda p, m, v: (
-            p - rate * (m / (1 - 0.9**count)) / (jnp.sqrt(v / (1 - 0.999**count)) + 1e-8)
-        ),
-        state["params"],
-        mean,
-        square,
-    )
-    return {"params": params, "mean": mean, "square": square, "step": count}
+    return jax.tree.map(lambda g: g * CLIP / jnp.maximum(norm, CLIP), grads)
 
 
 def train_step(carry, batch):
@@ -113,10 +91,12 @@ def train_step(carry, batch):
     key, step_key = random.split(key)
     loss, grads = jax.value_and_grad(loss_fn)(state["params"], step_key, batch)
     grads = lax.pmean(grads, "batch")
-    new = adam(grads, state)
-    new["ema"] = jax.tree.map(
-        lambda average, p: average * EMA_RATE + p * (1 - EMA_RATE), state["ema"], new["params"]
+    rate = RATE * jnp.minimum(state["adam"]["count"] / WARMUP, 1.0)
+    params, moments = _jax.adam(state["params"], clipped(grads), state["adam"], rate)
+    ema = jax.tree.map(
+        lambda average, p: average * EMA_RATE + p * (1 - EMA_RATE), state["ema"], params
     )
+    new = {"params": params, "adam": moments, "ema": ema}
     return (key, new), lax.pmean(loss, "batch")
 
 
@@ -161,9 +141,8 @@ def sample(key, params, shape):
 
 def run():
     params = inputs.score_params()
-    zeros = jax.tree.map(np.zeros_like, params)
-    state = {"params": params, "mean": zeros, "square": zeros, "step": np.int32(0), "ema": params}
-    pstate = jax.tree.map(lambda x: np.stack([x] * inputs.NUM_DEVICES), state)
+    adam = _jax.zero_state(params, np.int32(0))
+    pstate = _jax.replicated({"params": params, "adam": adam, "ema": params})
     p_train_step = jax.pmap(
         functools.partial(lax.scan, train_step), axis_name="batch", donate_argnums=0
     )
@@ -181,14 +160,14 @@ def run():
     samples = p_sample(jnp.asarray(next_keys), pstate["ema"])
     return {
         "losses": losses,
-        "norms": {name: float(jnp.linalg.norm(p[0])) for name, p in pstate["params"].items()},
-        "ema": {name: float(jnp.linalg.norm(p[0])) for name, p in pstate["ema"].items()},
+        "norms": _jax.norms(pstate["params"]),
+        "ema": _jax.norms(pstate["ema"]),
         "samples": np.asarray(samples).round(7).tolist(),
     }
 
 
 if __name__ == "__main__":
-    results = {"jax": jax.__version__, **run()}
-    Path(__file__).with_name("score_sde.json").write_text(json.dumps(results) + "\n")
+    results = run()
+    _jax.write("score_sde", results)
     print(results["losses"])
     print(np.mean(results["samples"]), np.std(results["samples"]))
