@@ -261,7 +261,43 @@ def test_an_exception_ends_the_script_and_the_command_line_tells_of_it(tmp_path)
     assert told.stdout.endswith("first difference, dtype float64: none\n")
 
 
+def test_what_raises_again_and_where(tmp_path):
+    f = tp.pmap(lambda x, k: x[k], "i", compile=EAGER)
+
+    def call():
+        with tp.debug.record(tmp_path):
+            f(torch.ones(4, 3), torch.tensor([1, 2, 9, 0])).block_until_ready()
+
+    with pytest.raises(IndexError):
+        call()
+    (path,) = tmp_path.iterdir()
+    with pytest.raises(IndexError) as caught:
+        tp.debug.replay(path)
+    (note,) = caught.value.__notes__
+    assert note.startswith("replay: raised by aten.")
+    assert note.endswith('x[k], "i", compile=EAGER)`, rank 2')
+
+
+def test_a_call_that_fails_while_it_is_traced(tmp_path):
+    def call():
+        with tp.debug.record(tmp_path):
+            tp.pmap(lambda x: x @ x, compile=EAGER)(torch.ones(4, 2, 3))
+
+    with pytest.raises(RuntimeError, match="must have same reduction dim") as caught:
+        call()
+    told = "torchpmap.debug.record: this call has no graph yet to be recorded"
+    assert caught.value.__notes__[-1] == told
+    assert not [*tmp_path.iterdir()]
+
+
 def test_what_has_no_graph_is_said(recording, tmp_path):
+    with tp.debug.fake_pmap():
+        tp.pmap(lambda x: x + 1)(torch.ones(4))
+    with pytest.warns(UserWarning, match="ran in this process: there is no graph"):
+        assert tp.debug.dump() == []
+    tp.jit(lambda x: x + 1, compile=False)(tp.replicate(torch.ones(4)))
+    with pytest.warns(UserWarning, match="ran operation by operation: there is no graph"):
+        assert tp.debug.dump() == []
     tp.pmap(lambda x: x + 1, compile=False)(torch.ones(4))
     with pytest.warns(UserWarning, match=r"ran as Python on the devices \(compile=False\)"):
         assert tp.debug.dump() == []
@@ -318,6 +354,8 @@ X = {"node": "x"}
     [
         ["call_function", "y", "os::system", [X], {}, None],
         ["call_function", "y", "aten::from_file", ["/etc/passwd"], {}, None],
+        ["call_function", "y", "aten::save", [X, "file"], {}, None],
+        ["call_function", "y", "aten::_reshape_alias", [X, [4000], [1]], {}, None],
         ["call_function", "y", "builtins.eval", ["1"], {}, None],
         ["call_function", "y", "aten::mul.__class__", [X], {}, None],
         ["call_function", "y", "aten::__class__", [X], {}, None],

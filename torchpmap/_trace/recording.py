@@ -33,5 +33,11 @@ class Ring:
         self.runs.append(Run(next(self._numbers), plan, tuple(held)))
 
 
+def lacks(call: str, how: str) -> None:
+    """Note a call that has no graph; ``how`` it runs instead."""
+    if ring is not None:
+        ring.unrecorded[call] = how
+
+
 ring: Ring | None = None
 """None: nothing is recorded.  While there is one, graphs keep the line of every operation."""

@@ -115,6 +115,7 @@ class Jitted(Generic[_P, _R]):
         if self._is_part():
             return self.__wrapped__(*args, **kwargs)
         if not self._is_traced and (is_transformed() or not config.sought):
+            recording.lacks(self._options.prefix, "operation by operation")
             fun = self.__wrapped__ if is_transformed() else self._fun
             return cast(_R, fun(*args, **kwargs))
         try:
@@ -171,8 +172,7 @@ class Jitted(Generic[_P, _R]):
         return self._by_operation(args, kwargs)
 
     def _by_operation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if recording.ring is not None:
-            recording.ring.unrecorded[self._options.prefix] = "operation by operation"
+        recording.lacks(self._options.prefix, "operation by operation")
         if config.sought:
             return nans.stepped(self._fun, args, kwargs)
         return self._fun(*args, **kwargs)

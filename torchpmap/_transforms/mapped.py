@@ -208,8 +208,8 @@ class Mapped(Generic[_P, _R]):
                 args, kwargs = cast(Any, self._split(args, kwargs))
             is_inside = bool(axis_stack.bound() or (num_modes() and is_traced()))
             if is_inside or inline_mode.active():
-                if recording.ring is not None and not is_inside:
-                    recording.ring.unrecorded[self._options.prefix] = "in this process"
+                if not is_inside:
+                    recording.lacks(self._options.prefix, "in this process")
                 return self._run_here(args, kwargs, is_inside)
             return self._run_on_devices(args, kwargs)
         except BaseException as error:

@@ -44,7 +44,7 @@ class Facts:
     """Whether the first input of the graph is the place among the ranks."""
     outputs: list[dict[str, Any]]
     """Of each output that the caller gets: its ``name``, ``shape``, and the ``slices`` of it that
-    the ``ranks`` have.
+    each rank has.
     """
     settings: dict[str, Any] = field(default_factory=dict)
     """Of torch, with which it was traced."""

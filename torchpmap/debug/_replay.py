@@ -8,6 +8,7 @@ import pdb
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -51,8 +52,8 @@ class Replay:
     Attributes:
         call: what was called, as messages name it.
         results: the outputs by name (``"result['loss']"``), whole, as CPU tensors; for a value that
-            the ranks hold alike, that of the first rank.  Of a ``pmap`` under a launcher: what the
-            process that wrote this file gets.
+            the ranks hold alike, that of the first rank.  Of a ``pmap`` under a launcher: the
+            rows of all processes.
         blocks: per output, the block of each rank.
         first_nan: the first operation that made a NaN, or the input that held one.
         notes: why numbers may not be the same, bit for bit, as those of the recorded call.
@@ -150,7 +151,7 @@ def replay(file: str | os.PathLike[str], *, at: str | None = None) -> Replay:
         ...     [path] = tp.debug.dump()
         ...     again = tp.debug.replay(path)
         >>> again.results["result"].tolist(), again.first_nan.operation, again.first_nan.rank
-        ([4.193147182464600, nan], 'aten.log.default', 1)
+        ([4.1931471824646, nan], 'aten.log.default', 1)
     """
     recorded = load(file)
     watch = _Watch(at)
@@ -159,12 +160,11 @@ def replay(file: str | os.PathLike[str], *, at: str | None = None) -> Replay:
     blocks, results = {}, {}
     facts = recorded.facts
     for told, values in zip(facts.outputs, outputs, strict=False):  # others are for a gradient
-        mine = [values[rank] for rank in told["ranks"]]
+        mine = [values[rank] for rank in facts.ranks]
         whole = torch.empty(told["shape"], dtype=mine[0].dtype)
         for slices, block in reversed([*zip(told["slices"], mine, strict=True)]):
             whole[tuple(slice(*each) for each in slices)] = block
-        blocks[told["name"]] = [values[rank] for rank in facts.ranks]
-        results[told["name"]] = whole
+        blocks[told["name"]], results[told["name"]] = mine, whole
     return Replay(
         facts.call, results, blocks, watch.first_nan, _notes(recorded), facts.error, recorded
     )
@@ -284,6 +284,13 @@ def _stop(step: Step, operation: str) -> None:
     }
     names |= {step.node.name: list(step.values.values())}
     names |= {"operation": operation, "ranks": list(step.values), "steps": step.steps}
-    # only the numbers of the file and the line come from the record
-    code = compile("\n" * (number - 1) + "_stop()", file, "exec")
-    exec(code, names | {"_stop": lambda: pdb.Pdb().set_trace(sys._getframe(1))})
+    # code of our own, of which only the file and the line come from the record
+    code = _AT.replace(co_filename=file, co_firstlineno=number, co_name="<module>")
+    FunctionType(code, names | {"_pause": _pause})()
+
+
+def _pause() -> None:
+    pdb.Pdb().set_trace(sys._getframe(1))
+
+
+_AT = (lambda: _pause()).__code__
