@@ -26,6 +26,7 @@ _REFUSED = {"aten::from_file", "aten::save", "aten::_print", "aten::_reshape_ali
 _LOOPS = (SCAN, WHILE, COND)
 _NAME, _OPERATION = re.compile(r"[A-Za-z_]\w*"), re.compile(r"(\w+)::(\w+)(?:\.(\w+))?")
 _GETITEM = "getitem"
+_MAX_LINE = 1_000_000
 _KINDS: dict[str, type] = {
     "dtype": torch.dtype,
     "memory_format": torch.memory_format,
@@ -172,5 +173,5 @@ def decoded_graph(data: Any, tensors: Tensors) -> GraphModule:
         made[name] = graph.create_node(op, target, given, named, _checked(name))
         if place is not None:
             file, number = place
-            set_place(made[name], str(file), int(number))
+            set_place(made[name], str(file), min(int(number), _MAX_LINE))
     return LazyGraphModule(attributes, graph)

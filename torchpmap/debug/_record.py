@@ -17,7 +17,6 @@ from torchpmap._base.ambient import SETTINGS
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import threads_per_device
 from torchpmap._base.errors import warn
-from torchpmap._layout.layout import Layout
 from torchpmap._plan.plan import Plan
 from torchpmap._runtime.current import process_count, process_index
 from torchpmap._trace import recording
@@ -176,9 +175,14 @@ def _facts(number: int, plan: Plan, error: str) -> Facts:
     names = plan.structure.paths("result")
     names = [name for k, name in enumerate(names) if k not in plan.nones]
     for k, layout in enumerate(plan.outputs):
+        slices = [
+            [each.indices(size)[:2] for each, size in zip(index, layout.shape, strict=True)]
+            for index in layout.slices
+        ]
         name = names[k] if k < len(names) else f"output {k}"
-        shape, slices = _whole(layout, len(definition.ranks))
-        outputs.append({"name": name, "shape": shape, "slices": slices})
+        outputs.append(
+            {"name": name, "shape": layout.shape, "ranks": layout.ranks, "slices": slices}
+        )
     named = zip((each.name for each in SETTINGS), definition.ambient, strict=False)
     device = plan.team.runtime.devices[0].platform
     is_launched = process_count() > 1
@@ -201,21 +205,6 @@ def _facts(number: int, plan: Plan, error: str) -> Facts:
         settings={name: encoded(value) for name, value in named},
         error=error,
     )
-
-
-def _whole(layout: Layout, num_ranks: int) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """The shape of a value, and the part of it that each rank has."""
-    shape, block = list(layout.shape), layout.block_shape
-    if len(layout.ranks) == num_ranks:
-        pairs = [zip(index, shape, strict=True) for index in layout.slices]
-        return shape, [[each.indices(size)[:2] for each, size in part] for part in pairs]
-    # of pmap under a launcher: the caller gets the rows of one process, and the file has all
-    slices, dim = [[(0, size) for size in block] for _ in range(num_ranks)], layout.dim
-    if dim is not None:
-        shape[dim] = block[dim] * num_ranks
-        for k, part in enumerate(slices):
-            part[dim] = k * block[dim], (k + 1) * block[dim]
-    return shape, slices
 
 
 def _blocks(plan: Plan, held: Sequence[Any]) -> Inputs:

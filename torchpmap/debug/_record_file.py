@@ -43,8 +43,8 @@ class Facts:
     uses_index: bool
     """Whether the first input of the graph is the place among the ranks."""
     outputs: list[dict[str, Any]]
-    """Of each output that the caller gets: its ``name``, ``shape``, and the ``slices`` of it that
-    each rank has.
+    """Of each output that the caller gets: its ``name`` and ``shape``, and which ``ranks`` have
+    which ``slices`` of it.
     """
     settings: dict[str, Any] = field(default_factory=dict)
     """Of torch, with which it was traced."""
@@ -120,8 +120,7 @@ def _siblings(path: Path) -> list[Path]:
     stem, dot, rank = path.stem.rpartition(".rank")
     if not (dot and rank.isdecimal()):
         return [path]
-    others = set(path.parent.glob(f"{glob.escape(stem)}.rank*.safetensors")) - {path}
-    return [path, *sorted(others)]
+    return [path, *sorted({*path.parent.glob(f"{glob.escape(stem)}.rank*.safetensors")} - {path})]
 
 
 def _load_one(path: Path) -> Recorded:

@@ -52,8 +52,8 @@ class Replay:
     Attributes:
         call: what was called, as messages name it.
         results: the outputs by name (``"result['loss']"``), whole, as CPU tensors; for a value that
-            the ranks hold alike, that of the first rank.  Of a ``pmap`` under a launcher: the
-            rows of all processes.
+            the ranks hold alike, that of the first rank.  What a jitted function writes follows
+            what it returns.  Under a launcher: the rows of the process that wrote the file.
         blocks: per output, the block of each rank.
         first_nan: the first operation that made a NaN, or the input that held one.
         notes: why numbers may not be the same, bit for bit, as those of the recorded call.
@@ -160,11 +160,10 @@ def replay(file: str | os.PathLike[str], *, at: str | None = None) -> Replay:
     blocks, results = {}, {}
     facts = recorded.facts
     for told, values in zip(facts.outputs, outputs, strict=False):  # others are for a gradient
-        mine = [values[rank] for rank in facts.ranks]
-        whole = torch.empty(told["shape"], dtype=mine[0].dtype)
-        for slices, block in reversed([*zip(told["slices"], mine, strict=True)]):
-            whole[tuple(slice(*each) for each in slices)] = block
-        blocks[told["name"]], results[told["name"]] = mine, whole
+        blocks[told["name"]] = mine = [values[rank] for rank in facts.ranks]
+        results[told["name"]] = whole = torch.empty(told["shape"], dtype=mine[0].dtype)
+        for rank, slices in reversed([*zip(told["ranks"], told["slices"], strict=True)]):
+            whole[tuple(slice(*each) for each in slices)] = values[rank]
     return Replay(
         facts.call, results, blocks, watch.first_nan, _notes(recorded), facts.error, recorded
     )
