@@ -25,9 +25,6 @@ def placeholders(result):
     return [node for node in result.graph.graph.nodes if node.op == "placeholder"]
 
 
-# Inputs and outputs ------------------------------------------------------------------------------
-
-
 def test_a_graph_computes_the_function_which_runs_once_on_one_thread():
     threads = []
 
@@ -66,9 +63,6 @@ def test_dead_code_and_detaches_are_dropped():
     assert ops(traced(body, (2,))) == ["aten.sin"]
 
 
-# Captured tensors --------------------------------------------------------------------------------
-
-
 def test_captured_tensors_become_inputs():
     """... but not those made inside, nor those of which Python has read the values."""
     w, b, read = torch.ones(2, 3), torch.nn.Parameter(torch.ones(3)), torch.tensor(3.0)
@@ -104,9 +98,6 @@ def test_gradients_of_captured_parameters_are_put_back():
     assert w.grad is before
 
 
-# Collectives and equal outputs -------------------------------------------------------------------
-
-
 def broadcasts(result):
     return sum("torchpmap" in op or "_c10d_functional" in op for op in ops(result))
 
@@ -133,9 +124,6 @@ def test_what_depends_on_a_varying_input_varies():
     named = graph.call_function(aten.mul.Tensor, (w,), {"other": x})
     assert varying_nodes(graph, {x}, Along(("g",))) == {x, both, listed, named}
     assert varying_nodes(graph, set(), Along(("g",))) == set()
-
-
-# What cannot be traced ---------------------------------------------------------------------------
 
 
 def test_nothing_is_left_bound_after_an_error():
