@@ -278,6 +278,37 @@ def test_what_raises_again_and_where(tmp_path):
     assert note.endswith('x[k], "i", compile=EAGER)`, rank 2')
 
 
+def no_code(graph, inputs):
+    raise RuntimeError("no_code makes none")
+
+
+def test_a_call_that_does_not_compile_is_kept(tmp_path):
+    torch._dynamo.register_backend(no_code, name="no_code")
+    f = tp.pmap(lambda x: x * 2, compile={"backend": "no_code"})
+
+    def call():
+        with tp.debug.record(tmp_path):
+            f(torch.arange(4.0))
+
+    with pytest.raises(Exception, match="no_code"):
+        call()
+    (path,) = tmp_path.iterdir()
+    assert tp.debug.replay(path).results["result"].tolist() == [0, 2, 4, 6]
+
+
+def test_a_folder_that_is_gone_hides_no_error(tmp_path):
+    def call():
+        with tp.debug.record(tmp_path / "calls"):
+            tp.pmap(lambda x: x * 2, compile=EAGER)(torch.arange(4.0))
+            (tmp_path / "calls").rmdir()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        call()
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"torchpmap.debug.record cannot write to {tmp_path / 'calls'}: ")
+
+
 def test_a_call_that_fails_while_it_is_traced(tmp_path):
     def call():
         with tp.debug.record(tmp_path):
