@@ -37,8 +37,10 @@ OPPOSITE: dict[type, type] = {
     **{ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add},
     **{ast.And: ast.Or, ast.Or: ast.And},
 }
-NEAREST = 5
+NEAREST = 3
 """Files of tests that a mutation meets alone."""
+STAGES = ("its folder", "make test", "make test-all")
+SURVIVED = "survived"
 HANG_S = 200
 """A run in which no test has ended for so long hangs."""
 
@@ -73,18 +75,18 @@ class Mutant:
         return [name for name in found if (ROOT / name).is_dir()] or ["tests/programs"]
 
     def nearest(self, tree: Path) -> list[str]:
-        """Some files of tests: those that name the module come first, then those of its layer."""
+        """Files of tests that name the module, those that do so most often first."""
         path = Path(self.file).relative_to("torchpmap").with_suffix("")
         names = f"{path}.py", "torchpmap." + ".".join(path.parts)
-
-        def order(test: str) -> tuple[bool, int, bool, str]:
-            text = (tree / test).read_text()
-            is_its_own = Path(test).stem == f"test_{path.name.strip('_')}"
-            is_near = str(Path(test).parent) in self.folders()
-            return not is_its_own, -sum(text.count(name) for name in names), not is_near, test
-
-        tests = (str(test.relative_to(tree)) for test in (tree / "tests").glob("*/test_*.py"))
-        return sorted(tests, key=order)[:NEAREST]
+        mentions = {}
+        for test in sorted((tree / "tests").glob("*/test_*.py")):
+            text = test.read_text()
+            mentions[str(test.relative_to(tree))] = (
+                test.stem == f"test_{path.name.strip('_')}",
+                sum(text.count(name) for name in names),
+            )
+        ranked = sorted(mentions, key=lambda test: mentions[test], reverse=True)
+        return [test for test in ranked[:NEAREST] if any(mentions[test])]
 
 
 def evaluated(node: ast.AST) -> Iterator[ast.AST]:
@@ -186,14 +188,14 @@ class Clone:
             path.write_text(source)
         return True
 
-    def failing(self, targets: Sequence[str], *options: str, all_cases: bool = False) -> list[str]:
+    def failing(self, targets: Sequence[str], everything: bool = False, *options: str) -> list[str]:
         """The tests that fail, or ``hang...`` or ``no start...``."""
         report, log = self.path / ".git/report", self.path / ".git/log"
         report.write_text("")
         own = {"PYTHONPATH": f"{self.path}:{self.path / 'tests'}", REPORT: str(report)}
         own |= {
             "PYTHONDONTWRITEBYTECODE": "",
-            "TORCHPMAP_TEST_ALL": str(int(all_cases)),
+            "TORCHPMAP_TEST_ALL": str(int(everything)),
             "TORCHPMAP_TEST_SCALE": "4",
         }
         command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "gpu", "-p", "no:cacheprovider"]
@@ -221,42 +223,57 @@ class Clone:
         return failed or ([] if code in (0, 5) or is_gone else [f"no start of {targets[0]}"])
 
 
+def meet_alone(mutant: Mutant, tree: Clone) -> None:
+    """Try what killed it before, and the files of tests that name its module."""
+    begin, before = time.monotonic(), mutant.killed_by
+    is_there, mutant.killed_by = tree.change([mutant]), ""
+    mutant.stage = SURVIVED if is_there else "gone"
+    for targets in ([before] if before[:5] == "tests" else [], mutant.nearest(tree.path)):
+        if is_there and targets and not mutant.killed_by:
+            mutant.killed_by = next(iter(tree.failing(targets, False, "-x")), "")
+            mutant.stage = "alone" if mutant.killed_by else SURVIVED
+    mutant.seconds = round(time.monotonic() - begin)
+    print(f"{mutant.file}:{mutant.line}", mutant.killed_by or mutant.stage, flush=True)
+
+
+def meet_together(
+    folder: str, met: list[Mutant], stage: str, tree: Clone, clean: Clone
+) -> Iterator[None]:
+    """Run a folder of tests with all of them, and what fails with each, until nothing fails."""
+    everything = stage == STAGES[2]
+    while (
+        met and tree.change(met) and (failed := tree.failing([folder], everything, "--maxfail=4"))
+    ):
+        named = [test for test in failed if "::" in test]
+        wrong = clean.failing(named, everything) if named else []
+        for mutant in sorted(met, key=lambda mutant: folder not in mutant.folders()):
+            tree.change([mutant])
+            hit = tree.failing(named or [folder], everything, "-x")
+            if {*hit} - {*wrong}:
+                mutant.killed_by, mutant.stage = hit[0], stage
+                print(f"{mutant.file}:{mutant.line}", mutant.killed_by, flush=True)
+                yield
+        if all(mutant.stage == SURVIVED for mutant in met):
+            print("none of them alone fails", *failed, flush=True)
+            break
+        met = [mutant for mutant in met if mutant.stage == SURVIVED]
+
+
 def run(mutants: Sequence[Mutant], tree: Clone, clean: Clone) -> Iterator[None]:
     """Find out what kills each; yields when more is known."""
     for mutant in mutants:
-        begin, before = time.monotonic(), mutant.killed_by
-        is_there, mutant.killed_by = tree.change([mutant]), ""
-        mutant.stage = "survived" if is_there else "gone"
-        for targets in ([before] if "::" in before else [], mutant.nearest(tree.path)):
-            if is_there and targets and not mutant.killed_by:
-                mutant.killed_by = next(iter(tree.failing(targets, "-x")), "")
-                mutant.stage = "alone" if mutant.killed_by else "survived"
-        mutant.seconds = round(time.monotonic() - begin)
-        print(f"{mutant.file}:{mutant.line}", mutant.killed_by or mutant.stage, flush=True)
+        meet_alone(mutant, tree)
         yield
-    wrong = clean.failing(
-        [test for m in mutants if "::" in (test := m.killed_by)] or ["tests/base"]
-    )
+    named = [mutant.killed_by for mutant in mutants if "::" in mutant.killed_by]
+    wrong = clean.failing(named) if named else []
     for mutant in mutants:
         if mutant.killed_by in wrong:
-            mutant.killed_by, mutant.stage = "", "survived"
-    left = [mutant for mutant in mutants if mutant.stage == "survived"]
+            mutant.killed_by, mutant.stage = "", SURVIVED
     every = sorted(f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if path.is_dir())
-    for stage, folder in itertools.product(("make test", "make test-all"), every):
-        met = [
-            m for m in left if not m.killed_by and (stage == "make test" or folder in m.folders())
-        ]
-        tree.change(met)
-        failed = tree.failing([folder], all_cases=stage != "make test") if met else []
-        named = [test for test in failed if "::" in test]
-        named = sorted({*named} - {*clean.failing(named)}) if named else []
-        for mutant in met if failed else ():
-            tree.change([mutant])
-            hit = tree.failing(named or [folder], "-x", all_cases=stage != "make test")
-            if hit:
-                mutant.killed_by, mutant.stage = hit[0], stage
-        print(stage, folder, [m.file for m in met if m.killed_by], flush=True)
-        yield
+    for stage, folder in itertools.product(STAGES, every):
+        left = [mutant for mutant in mutants if mutant.stage == SURVIVED]
+        met = [mutant for mutant in left if (folder in mutant.folders()) == (stage != STAGES[1])]
+        yield from meet_together(folder, met, stage, tree, clean)
 
 
 def main() -> None:
