@@ -1,22 +1,19 @@
-"""What the tests notice: mutations of the package, one at a time, and the test that fails first.
+"""What the tests notice: mutations of the package, one at a time, and the first test that fails.
 
     python tests/mutants.py --count 40 --seed 25 --output kills.json
-    python tests/mutants.py --again kills.json          # on this revision: does each still die?
+    python tests/mutants.py --again kills.json      # on this revision: does each still die?
 
-A clone of HEAD is changed and tested. A mutation meets the files that name its module, and the
-folder of its layer. Those that survive go through ``make test`` together, and through all cases of
-their folders: what fails there is tried with each alone. A test kills if it fails with the mutation
-twice, and not without it. A mutation that was judged to change nothing that a caller sees is left
-out: ``"equivalent": "why"`` in the file, before ``--again``.
+In a clone of HEAD a mutation meets the files of tests that name its module, the tests of its layer,
+``make test``, and all cases of its layer. One whose JSON says ``"equivalent": "why"`` meets none.
 """
 
 import argparse
 import ast
 import copy
-import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,24 +22,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from gpu import REPORT, kill
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {"_runtime": ["runtime", "faults"], "_transforms": ["transforms", "jit"]}
-"""Folders of tests of a folder of the package, if not the one that is called like it."""
-OPPOSITE: dict[type, type] = {
-    **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is},
-    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
-    **{ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add},
-    **{ast.And: ast.Or, ast.Or: ast.And},
-}
-NEAREST = 3
-"""Files of tests that a mutation meets alone."""
-STAGES = ("its folder", "make test", "make test-all")
-SURVIVED = "survived"
-HANG_S = 200
-"""A run in which no test has ended for so long hangs."""
+FOLDERS = {"_runtime": ["runtime", "faults"], "_transforms": ["transforms", "jit"]}  # of tests
+PAIRS = "Eq NotEq, Is IsNot, In NotIn, And Or, Lt LtE, Gt GtE, Add Sub"
+NODES = [[getattr(ast, name) for name in pair.split()] for pair in PAIRS.split(", ")]
+OTHER = dict(NODES) | {two: one for one, two in NODES}
 
 
 @dataclass
@@ -59,48 +47,40 @@ class Mutant:
     seconds: float = 0
     equivalent: str = ""
 
-    def applied(self, source: str) -> str | None:
-        """The source with the change; None if the lines are not there, or not just once."""
+    def write(self, tree: Path) -> bool:
+        """Change the tree; False if the lines are not in it, or not just once."""
+        path = tree / self.file
+        source = path.read_text() if path.exists() else ""
         begin = sum(len(line) for line in source.splitlines(True)[: self.line - 1])
-        if not source.startswith(self.old, begin):
-            if source.count(self.old) != 1:
-                return None
-            begin = source.index(self.old)
-        return source[:begin] + self.new + source[begin + len(self.old) :]
+        if not source.startswith(self.old, begin):  # the lines have moved
+            begin = source.find(self.old) if source.count(self.old) == 1 else -1
+        new = source[:begin] + self.new + source[begin + len(self.old) :]
+        return begin >= 0 and path.write_text(new) > 0
 
-    def folders(self) -> list[str]:
-        """The folders of tests of its layer."""
-        layer = Path(self.file).parts[1]
-        found = [f"tests/{name}" for name in FOLDERS.get(layer, [layer.strip("_")])]
-        return [name for name in found if (ROOT / name).is_dir()] or ["tests/programs"]
-
-    def nearest(self, tree: Path) -> list[str]:
-        """Files of tests that name the module, those that do so most often first."""
+    def stages(self, tree: Path) -> Iterator[tuple[str, list[str]]]:
+        """What meets it in turn."""
         path = Path(self.file).relative_to("torchpmap").with_suffix("")
-        names = f"{path}.py", "torchpmap." + ".".join(path.parts)
-        mentions = {}
-        for test in sorted((tree / "tests").glob("*/test_*.py")):
-            text = test.read_text()
-            mentions[str(test.relative_to(tree))] = (
-                test.stem == f"test_{path.name.strip('_')}",
-                sum(text.count(name) for name in names),
-            )
-        ranked = sorted(mentions, key=lambda test: mentions[test], reverse=True)
-        return [test for test in ranked[:NEAREST] if any(mentions[test])]
+        named, module = f"test_{path.name.strip('_')}.py", ".".join(("torchpmap", *path.parts))
+        tests = sorted(tree.glob("tests/*/test_*.py"), key=lambda test: test.name != named)
+        near = [test for test in tests if re.search(f"{path}.py|{module}\\b", test.read_text())]
+        names = FOLDERS.get(path.parts[0], [path.parts[0].strip("_")])
+        own = [f"tests/{name}" for name in names if (tree / "tests" / name).is_dir()]
+        yield "the same test", [self.killed_by]
+        yield "its files", [str(test.relative_to(tree)) for test in near[:3]]
+        yield "its folder", own
+        yield "make test", ["tests"]
+        yield "make test-all", own or ["tests/programs"]
 
 
-def evaluated(node: ast.AST) -> Iterator[ast.AST]:
+def evaluated(node: ast.AST) -> Iterator[Any]:
     """The nodes that are run: neither annotations nor messages, which are in what is raised."""
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.arg):
-        return
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         return
     yield node
     for name, value in ast.iter_fields(node):
         if name not in ("annotation", "returns", "decorator_list"):
             for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
-                    yield from evaluated(child)
+                yield from evaluated(child) if isinstance(child, ast.AST) else ()
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, str]]:
@@ -108,15 +88,14 @@ def changes(node: ast.AST) -> Iterator[tuple[str, str]]:
     new = copy.copy(node)
     match new:
         case ast.Compare(ops=[op]):
-            new.ops = [OPPOSITE[type(op)]()]
+            new.ops = [OTHER[type(op)]()]
             yield "comparison", ast.unparse(new)
         case ast.BoolOp(op=op):
-            new.op = OPPOSITE[type(op)]()
+            new.op = OTHER[type(op)]()
             yield "and, or", ast.unparse(new)
-        case ast.BinOp(op=ast.Add() | ast.Sub()):
-            new.op = OPPOSITE[type(new.op)]()
-            sequences = ast.List | ast.Tuple | ast.JoinedStr
-            if not isinstance(new.left, sequences) and not isinstance(new.right, sequences):
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right):
+            new.op = OTHER[type(op)]()
+            if not any(isinstance(x, ast.List | ast.Tuple | ast.JoinedStr) for x in (left, right)):
                 yield "sign", ast.unparse(new)
         case ast.UnaryOp(op=ast.USub() | ast.Not()):
             yield "sign", ast.unparse(new.operand)
@@ -124,9 +103,8 @@ def changes(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield "number", str(1 - value if value in (0, 1) else value + 1)
         case ast.If(body=[ast.Raise()], orelse=[]):
             yield "check", "pass"
-        case ast.Expr(ast.Call(ast.Name(name) | ast.Attribute(attr=name))):
-            if name.strip("_").startswith("check"):
-                yield "check", "pass"
+        case ast.Expr(ast.Call(ast.Name(x) | ast.Attribute(_, x))) if x.strip("_")[:5] == "check":
+            yield "check", "pass"
         case ast.Call(ast.Attribute(value, "contiguous" | "clone" | "detach" | "copy")):
             yield "copy", ast.unparse(value)
 
@@ -134,20 +112,15 @@ def changes(node: ast.AST) -> Iterator[tuple[str, str]]:
 def mutants_of(path: Path) -> Iterator[tuple[str, Mutant]]:
     """All mutations of a file, with their kinds."""
     source = path.read_text()
-    lines = source.splitlines(True)
     for node in evaluated(ast.parse(source)):
         for kind, text in changes(node):
             was = ast.get_source_segment(source, node) or ""
-            if was.startswith("elif"):
-                continue
-            assert isinstance(node, ast.expr | ast.stmt)
-            first = node.lineno - 1
-            old = "".join(lines[first : node.end_lineno])
-            begin = len(lines[first].encode()[: node.col_offset].decode())
-            new = text if kind == "check" else f"({text})"
-            new = old[:begin] + new + old[begin + len(was) :]
+            old = "".join(source.splitlines(True)[node.lineno - 1 : node.end_lineno])
+            begin = len(old.encode()[: node.col_offset].decode())
+            new = old[:begin] + (text if kind == "check" else f"({text})") + old[begin + len(was) :]
             change = f"{' '.join(was.split())} → {text}"[:120]
-            yield kind, Mutant(str(path.relative_to(ROOT)), first + 1, change, old, new)
+            if not was.startswith("elif"):
+                yield kind, Mutant(str(path.relative_to(ROOT)), node.lineno, change, old, new)
 
 
 def choose(count: int, seed: int) -> list[Mutant]:
@@ -159,143 +132,70 @@ def choose(count: int, seed: int) -> list[Mutant]:
         lines[folder] += len(path.read_text().splitlines())
         for kind, mutant in mutants_of(path):
             kinds[folder][kind].append(mutant)
-    chosen: list[Mutant] = []
-    total = 0
+    chosen, total = list[Mutant](), 0
     for folder, found in kinds.items():
         total += lines[folder]
-        order = draw.sample(sorted(found), len(found))
-        for k in range(round(count * total / sum(lines.values())) - len(chosen)):
-            some = found[order[k % len(order)]]
+        order = draw.sample(sorted(found), len(found)) * count
+        while len(chosen) < round(count * total / sum(lines.values())):
+            some = found[order.pop(0)]
             chosen.append(some.pop(draw.randrange(len(some))))
     return chosen
 
 
-class Clone:
-    """A clone of HEAD in a folder, changed and tested there."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        subprocess.run(["git", "clone", "-q", "--shared", ROOT, path], check=True)
-
-    def change(self, mutants: Sequence[Mutant]) -> bool:
-        """Write the mutations; False if the lines of one are gone."""
-        subprocess.run(["git", "checkout", "-q", "."], cwd=self.path, check=True)
-        for mutant in sorted(mutants, key=lambda mutant: -mutant.line):
-            path = self.path / mutant.file
-            source = mutant.applied(path.read_text()) if path.exists() else None
-            if source is None:
-                return False
-            path.write_text(source)
-        return True
-
-    def failing(self, targets: Sequence[str], everything: bool = False, *options: str) -> list[str]:
-        """The tests that fail, or ``hang...`` or ``no start...``."""
-        report, log = self.path / ".git/report", self.path / ".git/log"
-        report.write_text("")
-        own = {"PYTHONPATH": f"{self.path}:{self.path / 'tests'}", REPORT: str(report)}
-        own |= {
-            "PYTHONDONTWRITEBYTECODE": "",
-            "TORCHPMAP_TEST_ALL": str(int(everything)),
-            "TORCHPMAP_TEST_SCALE": "4",
-        }
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "gpu", "-p", "no:cacheprovider"]
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [*command, *options, *targets],
-                cwd=self.path,
-                env=os.environ | own,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            try:
-                while process.poll() is None and time.time() - report.stat().st_mtime < HANG_S:
-                    time.sleep(0.5)
-                hangs, code = process.poll() is None, process.poll()
-            finally:
-                kill(process)
-        tests = [json.loads(line) for line in report.read_text().splitlines()]
-        failed = [test["test"] for test in tests if test["outcome"] == "failed"]
-        if hangs:
-            return [*failed, f"hang after {tests[-1]['test'] if tests else 'the start'}"]
-        is_gone = code == 4 and "not found" in log.read_text()
-        return failed or ([] if code in (0, 5) or is_gone else [f"no start of {targets[0]}"])
+def first_failure(tree: Path, targets: Sequence[str], stage: str) -> str:
+    """The test that fails; or that the run hangs, or does not start."""
+    report = tree / ".git/report"
+    report.write_text("")
+    command = [sys.executable, "-m", "pytest", "-xn0", "-pgpu", "-pno:cacheprovider", *targets]
+    env = os.environ | {"PYTHONPATH": f"{tree}:{tree / 'tests'}", REPORT: str(report)}
+    env |= {"TORCHPMAP_TEST_ALL": "01"[stage == "make test-all"], "TORCHPMAP_TEST_SCALE": "4"}
+    out = subprocess.DEVNULL
+    process = subprocess.Popen(command, cwd=tree, env=env, stdout=out, start_new_session=True)
+    try:
+        while (
+            code := process.poll()
+        ) is None and time.time() - report.stat().st_mtime < 200:  # a hang
+            time.sleep(0.5)
+    finally:
+        kill(process)
+    ended = [json.loads(line) for line in report.read_text().splitlines()]
+    if code in (0, 5) or (code == 4 and "::" in targets[0]):  # 4: there is no such test
+        return ""
+    if ended and ended[-1]["outcome"] == "failed":
+        return str(ended[-1]["test"])
+    return "a hang" if code is None else f"no start of {targets[0]}"
 
 
-def meet_alone(mutant: Mutant, tree: Clone) -> None:
-    """Try what killed it before, and the files of tests that name its module."""
-    begin, before = time.monotonic(), mutant.killed_by
-    is_there, mutant.killed_by = tree.change([mutant]), ""
-    mutant.stage = SURVIVED if is_there else "gone"
-    for targets in ([before] if before[:5] == "tests" else [], mutant.nearest(tree.path)):
-        if is_there and targets and not mutant.killed_by:
-            mutant.killed_by = next(iter(tree.failing(targets, False, "-x")), "")
-            mutant.stage = "alone" if mutant.killed_by else SURVIVED
+def meet(mutant: Mutant, tree: Path) -> None:
+    """Find out what kills it."""
+    begin, stages = time.monotonic(), list(mutant.stages(tree))
+    mutant.killed_by, mutant.stage = "", "gone"
+    while not mutant.killed_by and stages and mutant.write(tree):
+        (mutant.stage, targets), *stages = stages
+        test = first_failure(tree, targets, mutant.stage) if any(targets) else ""
+        subprocess.run(["git", "checkout", "-q", "."], cwd=tree, check=True)
+        if test and ("::" not in test or not first_failure(tree, [test], mutant.stage)):
+            mutant.killed_by = test
     mutant.seconds = round(time.monotonic() - begin)
-    print(f"{mutant.file}:{mutant.line}", mutant.killed_by or mutant.stage, flush=True)
-
-
-def meet_together(
-    folder: str, met: list[Mutant], stage: str, tree: Clone, clean: Clone
-) -> Iterator[None]:
-    """Run a folder of tests with all of them, and what fails with each, until nothing fails."""
-    everything = stage == STAGES[2]
-    while (
-        met and tree.change(met) and (failed := tree.failing([folder], everything, "--maxfail=4"))
-    ):
-        named = [test for test in failed if "::" in test]
-        wrong = clean.failing(named, everything) if named else []
-        for mutant in sorted(met, key=lambda mutant: folder not in mutant.folders()):
-            tree.change([mutant])
-            hit = tree.failing(named or [folder], everything, "-x")
-            if {*hit} - {*wrong}:
-                mutant.killed_by, mutant.stage = hit[0], stage
-                print(f"{mutant.file}:{mutant.line}", mutant.killed_by, flush=True)
-                yield
-        if all(mutant.stage == SURVIVED for mutant in met):
-            print("none of them alone fails", *failed, flush=True)
-            break
-        met = [mutant for mutant in met if mutant.stage == SURVIVED]
-
-
-def run(mutants: Sequence[Mutant], tree: Clone, clean: Clone) -> Iterator[None]:
-    """Find out what kills each; yields when more is known."""
-    for mutant in mutants:
-        meet_alone(mutant, tree)
-        yield
-    named = [mutant.killed_by for mutant in mutants if "::" in mutant.killed_by]
-    wrong = clean.failing(named) if named else []
-    for mutant in mutants:
-        if mutant.killed_by in wrong:
-            mutant.killed_by, mutant.stage = "", SURVIVED
-    every = sorted(f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if path.is_dir())
-    for stage, folder in itertools.product(STAGES, every):
-        left = [mutant for mutant in mutants if mutant.stage == SURVIVED]
-        met = [mutant for mutant in left if (folder in mutant.folders()) == (stage != STAGES[1])]
-        yield from meet_together(folder, met, stage, tree, clean)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Which mutations of the package the tests notice.")
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="what is known, as JSON")
     parser.add_argument("--again", type=Path, help="the output of an earlier run")
+    parser.add_argument("--output", type=Path, default=Path("kills.json"))
     options = parser.parse_args()
-    output = options.output or options.again or Path("kills.json")
     known = json.loads(options.again.read_text()) if options.again else []
     mutants = [Mutant(**each) for each in known] or choose(options.count, options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        clones = Clone(Path(folder, "mutated")), Clone(Path(folder, "clean"))
-        for _ in run([mutant for mutant in mutants if not mutant.equivalent], *clones):
-            output.write_text(json.dumps([asdict(each) for each in mutants], indent=1) + "\n")
-    print("| line | mutation | killed by | seconds |\n|---|---|---|---|")
-    for each in mutants:
-        fate = each.killed_by or (
-            f"equivalent: {each.equivalent}" if each.equivalent else each.stage
-        )
-        print(f"| {each.file}:{each.line} | `{each.change}` | {fate} | {each.seconds:g} |")
+    with tempfile.TemporaryDirectory() as tree:
+        subprocess.run(["git", "clone", "-q", "--shared", ROOT, tree], check=True)
+        for each in mutants:
+            if not each.equivalent:
+                meet(each, Path(tree))
+            fate = each.equivalent or each.killed_by or f"nothing ({each.stage})"
+            print(f"| {each.file}:{each.line} | `{each.change}` | {fate} | {each.seconds} |")
+            options.output.write_text(json.dumps([asdict(each) for each in mutants], indent=1))
 
 
 if __name__ == "__main__":
