@@ -152,9 +152,7 @@ def first_failure(tree: Path, targets: Sequence[str], stage: str) -> str:
     out = subprocess.DEVNULL
     process = subprocess.Popen(command, cwd=tree, env=env, stdout=out, start_new_session=True)
     try:
-        while (
-            code := process.poll()
-        ) is None and time.time() - report.stat().st_mtime < 200:  # a hang
+        while (code := process.poll()) is None and time.time() - report.stat().st_mtime < 200:
             time.sleep(0.5)
     finally:
         kill(process)
