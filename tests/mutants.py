@@ -161,7 +161,7 @@ def first_failure(tree: Path, targets: Sequence[str], stage: str) -> str:
         return ""
     if ended and ended[-1]["outcome"] == "failed":
         return str(ended[-1]["test"])
-    return "a hang" if code is None else f"no start of {targets[0]}"
+    return "a hang" if code is None else f"{targets[0]} ends with {code}"
 
 
 def meet(mutant: Mutant, tree: Path) -> None:
