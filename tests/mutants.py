@@ -144,9 +144,8 @@ def choose(count: int, seed: int) -> list[Mutant]:
 
 def first_failure(tree: Path, targets: Sequence[str], stage: str) -> str:
     """The test that fails; or that the run hangs, or does not start."""
-    report = tree / ".git/report"
-    report.write_text("")
-    command = [sys.executable, "-m", "pytest", "-xn0", "-pgpu", "-pno:cacheprovider", *targets]
+    (report := tree / ".git/report").write_text("")
+    command = [sys.executable, "-m", "pytest", "-x", "-n0", "-pgpu", *targets]
     env = os.environ | {"PYTHONPATH": f"{tree}:{tree / 'tests'}", REPORT: str(report)}
     env |= {"TORCHPMAP_TEST_ALL": "01"[stage == "make test-all"], "TORCHPMAP_TEST_SCALE": "4"}
     out = subprocess.DEVNULL
@@ -172,7 +171,8 @@ def meet(mutant: Mutant, tree: Path) -> None:
         (mutant.stage, targets), *stages = stages
         test = first_failure(tree, targets, mutant.stage) if any(targets) else ""
         subprocess.run(["git", "checkout", "-q", "."], cwd=tree, check=True)
-        if test and ("::" not in test or not first_failure(tree, [test], mutant.stage)):
+        again = [test] if "::" in test else targets
+        if test and not first_failure(tree, again, mutant.stage):
             mutant.killed_by = test
     mutant.seconds = round(time.monotonic() - begin)
 
