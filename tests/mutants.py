@@ -118,7 +118,7 @@ def mutants_of(path: Path) -> Iterator[tuple[str, Mutant]]:
             old = "".join(source.splitlines(True)[node.lineno - 1 : node.end_lineno])
             begin = len(old.encode()[: node.col_offset].decode())
             new = old[:begin] + (text if kind == "check" else f"({text})") + old[begin + len(was) :]
-            change = f"{' '.join(was.split())} → {text}"[:120]
+            change = f"{' '.join(was.split())} -> {text}"[:120]
             if not was.startswith("elif"):
                 yield kind, Mutant(str(path.relative_to(ROOT)), node.lineno, change, old, new)
 
