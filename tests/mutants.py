@@ -192,7 +192,7 @@ def main() -> None:
             if not each.equivalent:
                 meet(each, Path(tree))
             fate = each.equivalent or each.killed_by or f"nothing ({each.stage})"
-            print(f"| {each.file}:{each.line} | `{each.change}` | {fate} | {each.seconds} |")
+            print(f"| {each.file}:{each.line} | `{each.change}` | {fate} | {each.seconds} |", flush=True)
             options.output.write_text(json.dumps([asdict(each) for each in mutants], indent=1))
 
 
