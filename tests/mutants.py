@@ -188,11 +188,11 @@ def main() -> None:
     mutants = [Mutant(**each) for each in known] or choose(options.count, options.seed)
     with tempfile.TemporaryDirectory() as tree:
         subprocess.run(["git", "clone", "-q", "--shared", ROOT, tree], check=True)
-        for each in mutants:
-            if not each.equivalent:
-                meet(each, Path(tree))
-            fate = each.equivalent or each.killed_by or f"nothing ({each.stage})"
-            print(f"| {each.file}:{each.line} | `{each.change}` | {fate} | {each.seconds} |", flush=True)
+        for one in mutants:
+            if not one.equivalent:
+                meet(one, Path(tree))
+            fate = one.equivalent or one.killed_by or f"nothing ({one.stage})"
+            print(one.file, one.line, one.change, fate, one.seconds, sep=" | ", flush=True)
             options.output.write_text(json.dumps([asdict(each) for each in mutants], indent=1))
 
 
