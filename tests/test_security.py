@@ -13,7 +13,6 @@ RUNS = {
     "_runtime.local.preload": OWN_PROCESSES,
     "_runtime.local.worker": OWN_PROCESSES,
     "_trace.graph_code": "a text that it has written itself: names and literals",
-    "debug._replay": "a text of its own, at the line that a file names",
     "_runtime.torchrun.runtime": "bytes that this process has pickled itself: a copy of a function",
 }
 """Every module that unpickles or runs texts: whose."""

@@ -102,9 +102,9 @@ def test_blocks_on_a_mesh_of_two_axes(recording):
 
 
 def test_a_jitted_step_as_it_was_before_it_wrote(recording):
-    model = tp.replicate(
-        torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout())
-    )
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(3, 8, bias=False)  # the gradient of a bias is 0, but for rounding
+    model = tp.replicate(torch.nn.Sequential(linear, torch.nn.BatchNorm1d(8), torch.nn.Dropout()))
     optimizer = torch.optim.AdamW(model.parameters())
 
     @tp.jit(compile=EAGER)
@@ -261,7 +261,74 @@ def test_an_exception_ends_the_script_and_the_command_line_tells_of_it(tmp_path)
     assert told.stdout.endswith("first difference, dtype float64: none\n")
 
 
+def test_what_raises_again_and_where(tmp_path):
+    f = tp.pmap(lambda x, k: x[k], "i", compile=EAGER)
+
+    def call():
+        with tp.debug.record(tmp_path):
+            f(torch.ones(4, 3), torch.tensor([1, 2, 9, 0])).block_until_ready()
+
+    with pytest.raises(IndexError):
+        call()
+    (path,) = tmp_path.iterdir()
+    with pytest.raises(IndexError) as caught:
+        tp.debug.replay(path)
+    (note,) = caught.value.__notes__
+    assert note.startswith("replay: raised by aten.")
+    assert note.endswith('x[k], "i", compile=EAGER)`, rank 2')
+
+
+def no_code(graph, inputs):
+    raise RuntimeError("no_code makes none")
+
+
+def test_a_call_that_does_not_compile_is_kept(tmp_path):
+    torch._dynamo.register_backend(no_code, name="no_code")
+    f = tp.pmap(lambda x: x * 2, compile={"backend": "no_code"})
+
+    def call():
+        with tp.debug.record(tmp_path):
+            f(torch.arange(4.0))
+
+    with pytest.raises(Exception, match="no_code"):
+        call()
+    (path,) = tmp_path.iterdir()
+    assert tp.debug.replay(path).results["result"].tolist() == [0, 2, 4, 6]
+
+
+def test_a_folder_that_is_gone_hides_no_error(tmp_path):
+    def call():
+        with tp.debug.record(tmp_path / "calls"):
+            tp.pmap(lambda x: x * 2, compile=EAGER)(torch.arange(4.0))
+            (tmp_path / "calls").rmdir()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        call()
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"torchpmap.debug.record cannot write to {tmp_path / 'calls'}: ")
+
+
+def test_a_call_that_fails_while_it_is_traced(tmp_path):
+    def call():
+        with tp.debug.record(tmp_path):
+            tp.pmap(lambda x: x @ x, compile=EAGER)(torch.ones(4, 2, 3))
+
+    with pytest.raises(RuntimeError, match="must have same reduction dim") as caught:
+        call()
+    told = "torchpmap.debug.record: this call has no graph yet to be recorded"
+    assert caught.value.__notes__[-1] == told
+    assert not [*tmp_path.iterdir()]
+
+
 def test_what_has_no_graph_is_said(recording, tmp_path):
+    with tp.debug.fake_pmap():
+        tp.pmap(lambda x: x + 1)(torch.ones(4))
+    with pytest.warns(UserWarning, match="ran in this process: there is no graph"):
+        assert tp.debug.dump() == []
+    tp.jit(lambda x: x + 1, compile=False)(tp.replicate(torch.ones(4)))
+    with pytest.warns(UserWarning, match="ran operation by operation: there is no graph"):
+        assert tp.debug.dump() == []
     tp.pmap(lambda x: x + 1, compile=False)(torch.ones(4))
     with pytest.warns(UserWarning, match=r"ran as Python on the devices \(compile=False\)"):
         assert tp.debug.dump() == []
@@ -318,6 +385,8 @@ X = {"node": "x"}
     [
         ["call_function", "y", "os::system", [X], {}, None],
         ["call_function", "y", "aten::from_file", ["/etc/passwd"], {}, None],
+        ["call_function", "y", "aten::save", [X, "file"], {}, None],
+        ["call_function", "y", "aten::_reshape_alias", [X, [4000], [1]], {}, None],
         ["call_function", "y", "builtins.eval", ["1"], {}, None],
         ["call_function", "y", "aten::mul.__class__", [X], {}, None],
         ["call_function", "y", "aten::__class__", [X], {}, None],

@@ -5,6 +5,7 @@ _runtime/local/lookout.py.
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -254,6 +255,12 @@ def test_no_descriptors_left_for_a_start():
         tp.shutdown()
     assert failed >= 4
     tp.init(2)
+
+
+def test_other_errors_of_the_system_say_what_they_are():
+    with pytest.raises(OSError, match="no memory") as caught, forkserver.explained():
+        raise OSError(errno.ENOMEM, "no memory")
+    assert caught.value.__cause__ is None
 
 
 # -- the fork server -------------------------------------------------------------------------------

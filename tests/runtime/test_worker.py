@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -369,6 +370,20 @@ def test_fetch_of_another_kind_is_refused(unharmed):
         found = rf"on device {DEVICE}:0 is float32\[1\], but .* expected"
         with pytest.raises(RuntimeError, match=found):
             runtime.fetch(value._handle, [(0, -1, 0, target)])
+
+
+def test_a_stored_value_keeps_nothing_of_the_pass_that_made_it():
+    """The devices would hold every activation as long as the value."""
+    w = torch.ones(1, requires_grad=True)
+
+    def step(x):
+        inner = x * w
+        this_worker.inner = weakref.ref(inner)
+        return inner.sin()
+
+    kept = eagerly(step)(rows)
+    assert eagerly(lambda x: torch.tensor(this_worker.inner() is None))(rows).all()
+    assert kept.requires_grad
 
 
 def test_an_uncompiled_call_fails_if_an_abort_may_have_cut_its_last_collective(pool):

@@ -161,6 +161,7 @@ MISUSE = [
     ({"in_specs": "x"}, TypeError, "it is 'x' of type str"),
     ({"out_specs": 0}, TypeError, "it is 0 of type int"),
     ({"mesh": 3}, TypeError, "must be a torchpmap.Mesh"),
+    ({"f": 3}, TypeError, "shard_map takes a callable, but got 3 of type int"),
     ({"randomness": "none"}, ValueError, "'different', 'same' or 'error'"),
     ({"donate_argnums": "a"}, TypeError, "donate_argnums must be int"),
 ]
@@ -168,9 +169,9 @@ MISUSE = [
 
 @pytest.mark.parametrize(("changes", "error", "text"), MISUSE)
 def test_rule_11_misuse(mesh, changes, error, text):
-    options = {"mesh": mesh, "in_specs": P(), "out_specs": P(), **changes}
+    options = {"f": torch.neg, "mesh": mesh, "in_specs": P(), "out_specs": P(), **changes}
     with pytest.raises(error, match=text):
-        tp.shard_map(lambda a: a, **options)
+        tp.shard_map(options.pop("f"), **options)
 
 
 def test_rule_13_closures_get_gradients(mesh):

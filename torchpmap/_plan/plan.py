@@ -222,7 +222,7 @@ class Plan:
             captured: blocks instead of the tensors it closes over.
             give_up: see ``Runtime.execute``.
         """
-        if self.undefined:
+        if self.undefined and recording.ring is None:
             self.define()
         if self.captured:
             if captured is None:
@@ -230,6 +230,7 @@ class Plan:
             held[:0] = captured
         if recording.ring is not None:
             recording.ring.keep(self, held)
+            self.define()  # only now, so that a call that does not compile is kept
         team = self.team
         num_outputs = len(self.outputs) + self.num_residuals
         return team.runtime.execute(team, self.definition.plan_id, held, num_outputs, give_up)

@@ -77,8 +77,7 @@ class UncompiledPlan:
         timeout = runtime.timeout if self._timeout is None else self._timeout
         task = self._task(key, timeout, here=runtime.runs_here)
         held = handles_of(leaves, layouts)
-        if recording.ring is not None:
-            recording.ring.unrecorded[self._prefix] = None
+        recording.lacks(self._prefix, "as Python on the devices (compile=False)")
         told, outputs = runtime.run_task(team, task, held)
         reports = cast(list[UncompiledReport], told)
         self._check(reports)

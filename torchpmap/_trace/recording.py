@@ -7,6 +7,7 @@ nothing, and costs the memory of its inputs.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -24,13 +25,18 @@ class Ring:
 
     def __init__(self, last: int) -> None:
         self.runs: deque[Run] = deque(maxlen=last)
-        self.unrecorded: dict[str, None] = {}
-        """Calls without a graph."""
-        self._count = 0
+        self.unrecorded: dict[str, str] = {}
+        """Calls without a graph, and how they ran instead."""
+        self._numbers = itertools.count(1)  # threads never get the same one
 
     def keep(self, plan: Any, held: list[Any]) -> None:
-        self._count += 1
-        self.runs.append(Run(self._count, plan, tuple(held)))
+        self.runs.append(Run(next(self._numbers), plan, tuple(held)))
+
+
+def lacks(call: str, how: str) -> None:
+    """Note a call that has no graph; ``how`` it runs instead."""
+    if ring is not None:
+        ring.unrecorded[call] = how
 
 
 ring: Ring | None = None

@@ -19,7 +19,7 @@ from torchpmap._trace.compile import Backend, Definition, compile_definition, pa
 from torchpmap._trace.effects import distance, wide
 from torchpmap._trace.graphs import copied_whole
 from torchpmap._trace.repetition import place_of
-from torchpmap.debug._lockstep import Lockstep, Step, Steps, Values, operation_of
+from torchpmap.debug._lockstep import Lockstep, Step, Steps, Values, described, operation_of
 
 Variant = Callable[[Lockstep, GraphModule, list[Values], Sequence[int]], Steps]
 """How a graph is run."""
@@ -51,12 +51,8 @@ class Difference:
     """The same of what the operation takes: 0 if the operation alone makes the difference."""
 
     def __str__(self) -> str:
-        steps = "".join(f", step {number}" for number in self.steps)
-        line = f" at {self.line}" * bool(self.line)
-        return (
-            f"{self.operation} ({self.node}){line}, rank {self.rank}{steps}: they differ by "
-            f"{self.distance:g}, and what it takes by {self.inputs:g}"
-        )
+        where = described(f"{self.operation} ({self.node})", self.line, self.rank, self.steps)
+        return f"{where}: they differ by {self.distance:g}, and what it takes by {self.inputs:g}"
 
 
 def plain(run: Lockstep, graph: GraphModule, inputs: list[Values], ranks: Sequence[int]) -> Steps:

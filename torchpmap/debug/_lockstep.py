@@ -42,6 +42,12 @@ def operation_of(node: Node) -> str:
     return str(node.target) if isinstance(node.target, OpOverload) else node.name
 
 
+def described(operation: str, line: str, rank: int, steps: tuple[int, ...]) -> str:
+    """As messages say which operation, and where."""
+    in_steps = "".join(f", step {number}" for number in steps)
+    return f"{operation}{f' at {line}' * bool(line)}, rank {rank}{in_steps}"
+
+
 Steps = Generator[Step, None, list[Values]]
 """Ends with the results."""
 
@@ -98,7 +104,12 @@ class Lockstep:
             given, named = map_arg((node.args, node.kwargs), lambda each: env[each][rank])  # noqa: B023
             if groups:  # each prints its own lines
                 given = (*given[:4], [], *given[5:])
-            found[rank] = target(*given, **named)
+            try:
+                found[rank] = target(*given, **named)
+            except Exception as error:
+                where = described(operation_of(node), place_of(node), rank, steps)
+                error.add_note(f"replay: raised by {where}")
+                raise
         return found
 
     def _together(

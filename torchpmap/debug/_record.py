@@ -72,6 +72,8 @@ class Recording:
         except Exception as other:
             error.add_note(f"torchpmap.debug.record cannot write to {self.folder}: {other}")
             return
+        if any(note.startswith("while tracing ") for note in getattr(error, "__notes__", ())):
+            error.add_note("torchpmap.debug.record: this call has no graph yet to be recorded")
         if paths:
             count = "the last call is" if len(paths) == 1 else f"the last {len(paths)} calls are"
             error.add_note(f"{count} in {self.folder}: python -m torchpmap replay {paths[-1]}")
@@ -79,13 +81,10 @@ class Recording:
     def write(self, error: str = "") -> list[Path]:
         """Write the calls that are kept, the oldest first."""
         paths = [self._write(each, error) for each in tuple(self._ring.runs)]
-        if self._ring.unrecorded:
-            names = ", ".join(self._ring.unrecorded)
-            warn(
-                f"torchpmap.debug.record: {names} ran as Python on the devices (compile=False): "
-                "there is no graph that could be recorded."
-            )
-            self._ring.unrecorded.clear()
+        for name, how in tuple(self._ring.unrecorded.items()):
+            told = f"{name} ran {how}: there is no graph that could be recorded."
+            warn(f"torchpmap.debug.record: {told}")
+        self._ring.unrecorded.clear()
         return [path for path in paths if path is not None]
 
     def _write(self, run: recording.Run, error: str) -> Path | None:
@@ -119,7 +118,8 @@ def record(folder: str | os.PathLike[str], last: int = 3) -> Recording:
     Files are written when an exception leaves the ``with`` block, when one ends the script, and by
     ``dump()``.  They are data only: ``safetensors`` with one block of JSON.  ``replay`` runs them.
     Functions that run uncompiled (``compile=False``), under ``fake_pmap``, or with operations of
-    your own have no graph, or none that is data; a warning says so.  Under a launcher each process
+    your own have no graph, or none that is data; a warning says so.  A call that fails while it is
+    traced has none yet; a note at its error says so.  Under a launcher each process
     writes its own part.
 
     Args:

@@ -4,6 +4,7 @@ JSON and every other block a tensor.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -119,7 +120,7 @@ def _siblings(path: Path) -> list[Path]:
     stem, dot, rank = path.stem.rpartition(".rank")
     if not (dot and rank.isdecimal()):
         return [path]
-    return [path, *sorted({*path.parent.glob(f"{stem}.rank*.safetensors")} - {path})]
+    return [path, *sorted({*path.parent.glob(f"{glob.escape(stem)}.rank*.safetensors")} - {path})]
 
 
 def _load_one(path: Path) -> Recorded:

@@ -8,6 +8,7 @@ import pdb
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torchpmap._trace.graphs import placeholders
 from torchpmap._trace.repetition import file_and_line, place_of
 from torchpmap.debug._bisect import Difference, Variant, compiled_by, differing, in_dtype, plain
 from torchpmap.debug._graph_data import decoded
-from torchpmap.debug._lockstep import Lockstep, Step, Steps, Values, operation_of
+from torchpmap.debug._lockstep import Lockstep, Step, Steps, Values, described, operation_of
 from torchpmap.debug._record_file import Recorded, load
 
 
@@ -41,8 +42,7 @@ class Found:
     """Of the loops around it, the outermost first, counted from 0."""
 
     def __str__(self) -> str:
-        steps = "".join(f", step {number}" for number in self.steps)
-        return f"{self.operation}{f' at {self.line}' * bool(self.line)}, rank {self.rank}{steps}"
+        return described(self.operation, self.line, self.rank, self.steps)
 
 
 @dataclass
@@ -283,6 +283,13 @@ def _stop(step: Step, operation: str) -> None:
     }
     names |= {step.node.name: list(step.values.values())}
     names |= {"operation": operation, "ranks": list(step.values), "steps": step.steps}
-    # only the numbers of the file and the line come from the record
-    code = compile("\n" * (number - 1) + "_stop()", file, "exec")
-    exec(code, names | {"_stop": lambda: pdb.Pdb().set_trace(sys._getframe(1))})
+    # code of our own, of which only the file and the line come from the record
+    code = _AT.replace(co_filename=file, co_firstlineno=number, co_name="<module>")
+    FunctionType(code, names | {"_pause": _pause})()
+
+
+def _pause() -> None:
+    pdb.Pdb().set_trace(sys._getframe(1))
+
+
+_AT = (lambda: _pause()).__code__
