@@ -255,7 +255,7 @@ def test_an_exception_ends_the_script_and_the_command_line_tells_of_it(tmp_path)
         [*command, "--dtype", "float64"], input="p log, ranks\nc\n", capture_output=True, text=True
     )
     assert "train.py(4)<module>()" in told.stdout, told.stderr
-    assert "([tensor(0.), tensor(nan)], [0, 1])" in told.stdout
+    assert "([tensor([0.]), tensor([nan])], [0, 1])" in told.stdout
     assert "it raised ValueError: the loss is NaN" in told.stdout
     assert "first NaN: aten.log.default at" in told.stdout
     assert told.stdout.endswith("first difference, dtype float64: none\n")
