@@ -119,13 +119,12 @@ def keep_rows(module: torch.fx.GraphModule) -> None:
     graph: Any = module.graph
     for node in graph.nodes if not writes(graph) else ():
         if _keeps_rows(node):
-            with graph.inserting_before(node), node.meta["val"].fake_mode:
-                args = tuple(_row_of(x) or x for x in node.args)
-                whole = graph.create_node(node.op, node.target, args, node.kwargs, node.name)
-                whole.meta = node.meta | {"val": node.meta["val"].unsqueeze(0)}
-                row = graph.call_function(_SQUEEZE, (whole, 0))
+            with graph.inserting_after(node), node.meta["val"].fake_mode:
+                row = graph.call_function(_SQUEEZE, (node, 0))
                 row.meta = node.meta
-            node.replace_all_uses_with(row)
+                node.meta = node.meta | {"val": node.meta["val"].unsqueeze(0)}
+            node.replace_all_uses_with(row, delete_user_cb=lambda user: user is not row)  # noqa: B023
+            node.args = tuple(_row_of(x) or x for x in node.args)
         elif node.target is _UNSQUEEZE and node.args[1] == 0 and (whole := _row_of(node.args[0])):
             node.replace_all_uses_with(whole)
     graph.eliminate_dead_code(is_impure_node=is_kept)
