@@ -1,19 +1,24 @@
 """Covers: _runtime/groups/kernel: C++ beside Python, on processes that no runtime started."""
 
+import fcntl
+import hashlib
 import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from _spmd import GROUP, Run, spmd
 
+from torchpmap._base.errors import GroupLost
 from torchpmap._base.torch_groups import group_named
 from torchpmap._runtime.groups import kernel
+from torchpmap._runtime.groups.shared_memory import Occasion, Peers, connect
+from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup
 from torchpmap._trace.toolchain import _own_folder, cpp_compiler
 
 pytestmark = [
@@ -23,7 +28,7 @@ pytestmark = [
 
 SLOT = 1 << 20
 COUNTS = (0, 1, 7, 1000, SLOT // 8 + 3)
-LARGE = (SLOT // 8 * 3 + 5, 9000)
+LARGE = (SLOT // 8 * 2 + 5, 9000)
 """Elements of float64 in several pieces, and in one that every rank reduces a share of."""
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -44,13 +49,27 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
 def use(compiled: bool) -> None:
     """Let this process run collectives in C++ from now on, or in Python."""
     kernel.seek()
-    for thread in threading.enumerate():
-        if thread.name == "torchpmap-kernel":
-            thread.join()
+    join()
     if not hasattr(kernel, "found"):
         kernel.found = kernel.library()  # type: ignore[attr-defined]
     assert kernel.found is not None  # type: ignore[attr-defined]
     kernel._Shelf.library = kernel.found if compiled else None  # type: ignore[attr-defined]
+
+
+def join() -> None:
+    """Wait for the thread that compiles."""
+    for thread in threading.enumerate():
+        if thread.name == "torchpmap-kernel":
+            thread.join()
+
+
+def fresh_group(path: Path) -> SharedMemoryGroup:
+    """A group of all processes, for a test to break."""
+    rank, size = group_named(GROUP).rank(), group_named(GROUP).size()
+    store = dist.FileStore(str(path / "store"), size)
+    meeting = connect(store, range(size), rank, 60, Occasion(), Peers(), store.wait, willing=True)
+    assert meeting is not None
+    return SharedMemoryGroup(meeting, {})
 
 
 def given(rank: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -63,8 +82,8 @@ def given(rank: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(info.min, info.max, shape, generator=generator, dtype=dtype)
 
 
-def everything(compiled: list[bool], dtype: torch.dtype, counts: Any) -> list[bytes]:
-    """All collectives, for each count, bit by bit."""
+def everything(compiled: list[bool], dtype: torch.dtype, counts: Any) -> list[str]:
+    """All collectives, for each count, bit by bit (digests)."""
     group: Any = group_named(GROUP)
     rank, size = group.rank(), group.size()
     use(compiled[rank % len(compiled)])
@@ -86,7 +105,21 @@ def everything(compiled: list[bool], dtype: torch.dtype, counts: Any) -> list[by
             torch.ops.torchpmap.ppermute(x, [0], [size - 1], GROUP),
         ]
         assert group.agree(count)
-    return [bytes(_c10d.wait_tensor(y).view(torch.uint8).numpy()) for y in results]
+    results = [_c10d.wait_tensor(y).reshape(-1).view(torch.uint8).numpy() for y in results]
+    return [hashlib.blake2b(y).hexdigest() for y in results]
+
+
+def signs_and_strides(compiled: bool) -> list[list[Any]]:
+    """Of tensors whose memory says something else than they do."""
+    group: Any = group_named(GROUP)
+    rank, size = group.rank(), group.size()
+    use(compiled)
+    x = torch.tensor([rank + 1j]).conj()  # its imaginary part is a minus that is still to come
+    rows = torch.arange(6.0).view(2, 3) + 10 * rank
+    y = rows.t() if rank else rows.t().contiguous()
+    _c10d.broadcast_(y, size - 1, GROUP)
+    permuted = group.permute(x, size - 1)
+    return [group.all_reduced(x.imag, "sum").tolist(), permuted.tolist(), y.tolist()]
 
 
 def one_is_killed(compiled: list[bool], piece: int) -> None:
@@ -109,38 +142,60 @@ def _kind_of_sum(group: Any, x: torch.Tensor) -> int:
     return _kind("sum", x.dtype, x.numel())
 
 
-def one_does_not_come(compiled: bool, why: str) -> str:
+def one_does_not_come(compiled: bool, why: str, path: Path) -> list[str]:
     """``why``: it lets go, is late, or a signal's handler raises in the one that waits."""
-    group: Any = group_named(GROUP)
+    group = fresh_group(path)
     use(compiled)
     if group.rank() == 1:
         if why == "lets go":
             group.meeting.abort()
-        return ""
+        return []
     group.meeting.limit_s = 0.1 if why == "late" else 60
 
     def interrupt(*_: Any) -> None:
         raise InterruptedError("a signal came")
 
-    if why == "signal":
+    if why == "signal" and group.rank() == 0:
         signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - the text is what counts
-        group.all_reduced(torch.zeros(4), "sum")
-    return str(caught.value)
+    said = []
+    for op in ("sum", "max") if group.rank() == 0 else ("sum",):
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - the text is what counts
+            group.all_reduced(torch.zeros(4), op)
+        said.append(str(caught.value))
+    return said
 
 
-def one_gives_too_much(compiled: list[bool]) -> None:
-    group: Any = group_named(GROUP)
-    use(compiled[group.rank()])
-    rows = [3, 3] if group.rank() else [1, 1]
-    _c10d.all_to_all_single(torch.zeros(sum(rows), 2), [1, 1], rows, GROUP)
+def a_forked_child_reduces(compiled: bool, path: Path) -> float:
+    """While this process has given its numbers: what they are then."""
+    group = fresh_group(path)
+    use(compiled)
+    mine = group.meeting.slots(torch.float32)[group.rank(), :4].fill_(5)
+
+    def reduce() -> bytes:
+        group.meeting.forsake()
+        with pytest.raises(GroupLost):
+            group.all_reduced(torch.full((4,), 99.0), "sum")
+        return b"raised"
+
+    assert forked(reduce) == b"raised"
+    return mine.sum().item()
 
 
-def one_permutes(compiled: list[bool]) -> None:
-    group: Any = group_named(GROUP)
-    use(compiled[group.rank()])
-    group.permute(torch.zeros(4), 0) if group.rank() else group.all_reduced(torch.zeros(4), "sum")
+def one_gives_too_much(compiled: list[bool], path: Path) -> None:
+    group = fresh_group(path)
+    use(compiled[group.rank() % 2])
+    size = group.size()
+    each = 3 if group.rank() else 1
+    x, out = torch.zeros(each * size, 2), torch.zeros(size, 2)
+    group.all_to_all_single(out, x, [1] * size, [each] * size)
+
+
+def one_permutes(compiled: list[bool], path: Path) -> None:
+    group = fresh_group(path)
+    use(compiled[group.rank() % 2])
+    x = torch.zeros(4)
+    group.permute(x, 0) if group.rank() else group.all_reduced(x, "sum")
 
 
 # --- C++ and Python -------------------------------------------------------------------------------
@@ -173,9 +228,24 @@ def test_a_rank_that_is_killed_in_the_middle(compiled, piece):
         ("signal", "a signal came"),
     ],
 )
-def test_waiting_ends(compiled, why, said):
-    with spmd(2) as run:
-        assert run(one_does_not_come, compiled, why) == [said, ""]
+def test_waiting_ends(run, compiled, why, said, tmp_path):
+    """And then there is no other collective: the one that is late would read its numbers."""
+    first, second, *_ = run(one_does_not_come, compiled, why, tmp_path)
+    assert first == [said, "process group: an exception ended an earlier collective half-way"]
+    assert second == []
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_forked_child_leaves_the_memory_alone(run, compiled, tmp_path):
+    assert set(run(a_forked_child_reduces, compiled, tmp_path)) == {20}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_signs_and_strides(run, compiled):
+    results = run(signs_and_strides, compiled)
+    size = len(results)
+    last = (torch.arange(6.0).view(2, 3) + 10 * (size - 1)).t().tolist()
+    assert results == [[[-size], [size - 1 - 1j], last]] * size
 
 
 @pytest.mark.parametrize(
@@ -189,46 +259,111 @@ def test_waiting_ends(compiled, why, said):
     ],
 )
 @pytest.mark.parametrize("compiled", [(True, True), (False, True), (True, False)], ids=str)
-def test_mismatches_are_found(compiled, function, said):
-    with spmd(2) as run, pytest.raises(RuntimeError) as caught:
-        run(function, compiled)
+def test_mismatches_are_found(run, compiled, function, said, tmp_path):
+    with pytest.raises(RuntimeError) as caught:
+        run(function, compiled, tmp_path)
     assert f"CollectiveMismatch: {said}" in str(caught.value)
 
 
 # --- where it comes from --------------------------------------------------------------------------
 
-PROGRAM = """
-import threading
-from torchpmap._runtime.groups import kernel
-kernel.seek()
-was_there = kernel.library() is not None
-for thread in threading.enumerate():
-    if thread.name == "torchpmap-kernel":
-        thread.join()
-print(was_there, kernel.library() is not None)
-"""
+
+def forked(function: Callable[[], bytes]) -> bytes:
+    """What a function returns in a process of its own; nothing if it raises."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(theirs, function())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with open(ours, "rb") as end:
+        answer = end.read()
+    os.waitpid(child, 0)
+    return answer
 
 
-def found(folder: Any, **more: str) -> str:
-    """Whether the library was there at once, and whether it was in the end."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), **more}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode().strip()
+def sought(folder: Path, environment: dict[str, str]) -> list[bool]:
+    """In a new process: whether the library was there at once, and whether it was in the end."""
+
+    def seek() -> bytes:
+        begin_anew(folder, environment)
+        was_there = kernel.library() is not None
+        join()
+        return bytes([was_there, kernel.library() is not None])
+
+    return [bool(answer) for answer in forked(seek)]
 
 
-def test_it_is_compiled_once(tmp_path):
-    assert found(tmp_path) == "False True"
+def begin_anew(folder: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment, TORCHINDUCTOR_CACHE_DIR=str(folder))
+    kernel._Shelf.library, kernel._Shelf.is_sought = None, False
+    kernel.seek()
+
+
+def compiles_beside_a_child(folder: Path, environment: dict[str, str]) -> bool:
+    """Whether the lock is free when a process has compiled that forked another meanwhile (on one
+    rank).
+    """
+    if group_named(GROUP).rank() > 0:
+        return True
+
+    def compile_it() -> bytes:
+        begin_anew(folder, environment)
+        with open(environment["FIFO"], "w") as fifo:  # the compiler reads it
+            ours, theirs = os.pipe()
+            if not os.fork():
+                os.close(theirs)
+                os.read(ours, 1)  # as long as its parent lives
+                os._exit(0)
+            fifo.write("\n")
+        join()
+        lock = os.open(folder / "torchpmap", os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return bytes([kernel.library() is not None])
+
+    return forked(compile_it) == b"\1"
+
+
+def a_compiler(folder: Path, line: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f'#!/bin/sh\n{line}\nexec "{cpp_compiler()}" "$@"\n')
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_it_is_compiled_once(run, tmp_path):
+    """By processes that begin at the same time."""
+    compiler, log = a_compiler(tmp_path, 'echo >> "$LOG"'), tmp_path / "log"
+    answers = run(sought, tmp_path, {"CXX": compiler, "LOG": str(log)})
+    assert [False, True] in answers
+    assert all(in_the_end for _, in_the_end in answers)
+    assert log.read_text() == "\n"
+    assert all(answer == [True, True] for answer in run(sought, tmp_path, {"CXX": "none"}))
     (library,) = (tmp_path / "torchpmap").iterdir()
-    assert found(tmp_path, CXX="none") == "True True"
     library.write_bytes(b"damaged")
-    assert found(tmp_path) == "False False"  # Python goes on
+    assert all(answer == [False, False] for answer in run(sought, tmp_path, {}))  # Python goes on
+
+
+def test_a_forked_process_keeps_no_lock(run, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    environment = {"CXX": a_compiler(tmp_path, 'read _ < "$FIFO"'), "FIFO": str(fifo)}
+    assert all(run(compiles_beside_a_child, tmp_path, environment))
 
 
 @pytest.mark.parametrize("compiler", ["none", "false"])
-def test_without_a_compiler_that_works(tmp_path, compiler):
-    assert found(tmp_path, CXX=compiler) == "False False"
+def test_without_a_compiler_that_works(run, tmp_path, compiler):
+    assert all(answer == [False, False] for answer in run(sought, tmp_path, {"CXX": compiler}))
     assert not list(tmp_path.glob("torchpmap/*"))
+
+
+@pytest.mark.parametrize("folder", ["compiler/under a file", "a long name" * 500])
+def test_a_folder_that_cannot_be(run, tmp_path, folder):
+    compiler = a_compiler(tmp_path, "")
+    answers = run(sought, tmp_path / folder, {"CXX": compiler})
+    assert all(answer == [False, False] for answer in answers)
 
 
 def test_it_lies_in_the_folder_of_inductor():

@@ -100,9 +100,10 @@ def seek() -> None:
     try:
         make_cache_private()
         path = _path()
+        is_there = path.exists()  # raises where the user may not look
     except (PmapError, OSError):
         return
-    if path.exists():
+    if is_there:
         _load(path)
     elif compiler := shutil.which(os.environ.get("CXX") or "g++"):  # as Inductor does
         threading.Thread(
@@ -126,7 +127,8 @@ def _make(compiler: str, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(path.parent, os.O_RDONLY)
         undo.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or the process has ended
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the process has ended, at the latest
+        undo.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # a process forked meanwhile has it open
         if not path.exists():
             # first to memory: a process that is killed meanwhile leaves no file
             fd = os.memfd_create("torchpmap-kernel", os.MFD_CLOEXEC)

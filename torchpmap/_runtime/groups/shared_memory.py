@@ -65,6 +65,7 @@ class _Memory:
     """The shared bytes, as numbers and as tensors."""
 
     def __init__(self, fd: int, size: int) -> None:
+        """``fd``: -1 for memory that no other process has."""
         self.size = size
         self._start, total = _extent(size)
         memory = mmap.mmap(fd, total)
@@ -181,16 +182,18 @@ class Meeting:
         """
         self.ranks = ranks
         self.place = place
-        self._memory = memory
-        self._numbers = memory.numbers
-        self.state = memory.state(place)
+        self._use(memory)
         self.limit_s = limit_s
         """How long it waits for the others."""
         self._occasion = occasion
         self._has_lost_peer = has_lost_peer
 
+    def _use(self, memory: _Memory) -> None:
+        self._memory, self._numbers, self.state = memory, memory.numbers, memory.state(self.place)
+
     def slots(self, dtype: torch.dtype) -> torch.Tensor:
         """[size, elements]: the slot of each rank for the next meeting."""
+        self._refuse_interrupted()
         return self._memory.slots((self.state.met + 1) & 1, dtype)
 
     def bounds(self, meeting: int) -> list[memoryview]:
@@ -212,6 +215,7 @@ class Meeting:
 
     def finish(self, purpose: int, step: Callable[[Any, Any], int], given: Any) -> int:
         """Repeat a step until it is not ``LATE``, and return its answer."""
+        self._refuse_interrupted()
         state, occasion = self.state, self._occasion
         state.purpose, state.occasion, state.history = purpose, occasion.number, occasion.history
         end = None
@@ -219,6 +223,14 @@ class Meeting:
             end = time.monotonic() + self.limit_s if end is None else end
             self._insist(end)
         return answer
+
+    def _refuse_interrupted(self) -> None:
+        """Raise, on all ranks, if an exception ended this rank's last meeting before all had come:
+        one that comes late may still read what this one would overwrite.
+        """
+        if self.state.awaited >= 0:
+            self.abort()
+            raise GroupLost("process group: an exception ended an earlier collective half-way")
 
     def _insist(self, end: float) -> None:
         """Raise if it is in vain to wait on."""
@@ -303,11 +315,9 @@ class Meeting:
             self._wake(_CACHE_LINE * place)
 
     def forsake(self) -> None:
-        """In a forked child: meeting raises, and writes no more to the shared numbers."""
-        own = (ctypes.c_char * self._numbers.nbytes).from_buffer_copy(self._numbers)
-        self._numbers = memoryview(own).cast("B").cast("q")
+        """In a forked child: meeting raises, and writes no more to the shared memory."""
+        self._use(_Memory(-1, self._memory.size))
         self._numbers[self._memory.aborted] = 1
-        self.state.numbers = ctypes.addressof(own)
 
 
 def connect(

@@ -178,14 +178,14 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
             piece.copy_(shares.reshape(-1)[:count])
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        x, purpose = x.contiguous(), _kind("all_gather", x.dtype, x.numel())
+        x, purpose = _dense(x), _kind("all_gather", x.dtype, x.numel())
         if not self._ran(kernel.GATHER, purpose, out, x):
             taken = out.view(self._size, x.numel())
             for begin, rows in self._rows(purpose, x):
                 taken[:, begin : begin + rows.shape[1]].copy_(rows)
 
     def _reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, name: str) -> None:
-        size, x = self._size, x.contiguous()
+        size, x = self._size, _dense(x)
         purpose = _kind("reduce_scatter", x.dtype, x.numel())
         if size > 1 and self._ran(
             kernel.SCATTER, purpose, out, x, (name, x.dtype), bytes=out.nbytes
@@ -256,14 +256,14 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
 
     def permute(self, x: torch.Tensor, source: int | None) -> torch.Tensor:
         """``x`` of the rank ``source``, or zeros if that is None; every rank gives its ``x``."""
-        x = x.contiguous()
+        x = _dense(x)
         out = torch.zeros_like(x) if source is None else torch.empty_like(x)
         self._move("permute", out, x, -1 if source is None else source)
         return out
 
     def all_reduced(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """The sum, max or min over the ranks."""
-        x = x.contiguous()
+        x = _dense(x)
         out = torch.empty_like(x)
         self._all_reduce(out, x, name)
         return out
@@ -273,7 +273,7 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
     @_without_grad
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any) -> _Done:
         for x in tensors:
-            dense, name = x.contiguous(), _name_of(options.reduceOp)
+            dense, name = _dense(x), _name_of(options.reduceOp)
             self._all_reduce(dense, dense, name)
             if dense is not x:
                 x.copy_(dense)
@@ -310,14 +310,22 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
     @_without_grad
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> _Done:
         for x in tensors:
-            root = options.rootRank
-            self._move("broadcast", x, x, -1 if root == self._rank else root)
+            root, dense = options.rootRank, _dense(x)
+            self._move("broadcast", dense, dense, -1 if root == self._rank else root)
+            if dense is not x:
+                x.copy_(dense)
         return DONE
 
     # as torch 2.11 calls them
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as the bytes in its memory say: contiguous, and with no sign or conjugate to come."""
+    x = x.contiguous()
+    return x.resolve_conj().resolve_neg() if x.is_neg() or x.is_conj() else x
 
 
 def _kind(name: str, dtype: torch.dtype, count: int) -> int:
