@@ -34,6 +34,7 @@ from torchpmap._base.torch_internals import (
     is_zeros,
     next_node_number,
     num_modes,
+    with_memory,
     written_values,
 )
 from torchpmap._collectives.backend import NAMESPACES
@@ -134,7 +135,7 @@ class _Look(TorchDispatchMode):
         if is_kept and any(_holds(x, sought) for x in inputs):
             self._inherit(func)  # it would be in a weight or a statistic, for good
             raise self._search.from_outside()
-        result = func(*args, **kwargs)
+        result = with_memory(func)(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         is_view = gives_views(func)
         if not is_view or all(x in self._made for x in inputs):
