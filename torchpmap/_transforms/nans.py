@@ -45,7 +45,7 @@ from torchpmap._runtime.current import job_runtime, process_count, process_index
 from torchpmap._sharded.tensor import ShardedTensor, spans_processes
 from torchpmap._trace.environment import named_tensors
 
-_UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 """What memory holds before it is written says nothing."""
 _COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "lift_fresh", "lift_fresh_copy"}
 """What moves numbers, also those of the package's own."""
@@ -140,7 +140,7 @@ class _Look(TorchDispatchMode):
         is_view = gives_views(func)
         if not is_view or all(x in self._made for x in inputs):
             self._made.update(dict.fromkeys(_tensors(result), True))
-        if is_view or name in _UNSET:
+        if is_view or name in UNSET:
             return result
         bad = [x for x in (*_tensors(result), *written) if _holds(x, sought)]
         if bad:
