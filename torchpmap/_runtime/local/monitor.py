@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import Device
+from torchpmap._base.ending import surely
 from torchpmap._base.errors import pack_exception
 from torchpmap._runtime import wire
 from torchpmap._runtime.local.inbox import Inbox
@@ -344,11 +345,7 @@ class Monitor:
     def give_up(self, seq: int, event: Event) -> None:
         """Report that the caller of a request was interrupted, unless it has ended."""
         if seq in self.pending:
-            try:
-                self._give_up(seq, event)
-            except BaseException:  # Ctrl-C again
-                self._give_up(seq, event)
-                raise
+            surely(lambda: self._give_up(seq, event))
 
     def _give_up(self, seq: int, event: Event) -> None:
         """Commands from now on wait until the request has ended."""

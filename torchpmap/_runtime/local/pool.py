@@ -19,14 +19,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from torchpmap._base.busy import waiting
 from torchpmap._base.config import Config
 from torchpmap._base.devices import Device
-from torchpmap._base.ending import sleep_if_ending
+from torchpmap._base.ending import sleep_if_ending, surely
 from torchpmap._base.errors import RuntimeClosed
 from torchpmap._runtime import wire
 from torchpmap._runtime.groups.process_groups import RankPartition
@@ -36,7 +35,8 @@ from torchpmap._runtime.local.lookout import Lookout
 from torchpmap._runtime.local.losses import Era, Losses, exception_of, given_up
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.outbox import Outbox, wait_for_room
-from torchpmap._runtime.local.reentry import REPAIRER, held_here, refuse, refuse_to_wait
+from torchpmap._runtime.local.reentry import held_here, refuse, refuse_to_wait
+from torchpmap._runtime.local.repair import Repair
 from torchpmap._runtime.local.supervise import (
     Abort,
     Action,
@@ -64,7 +64,6 @@ T = TypeVar("T")
 
 _EARLY_S = 2.0
 """How long a caller waits for all ranks if it is already known why its call failed."""
-_EARLY_LOOK_S = 0.25
 _CLOSE_S = 4.0
 """How long ``close`` may take in all, whatever has happened."""
 _LOOK_MS = 1000
@@ -108,7 +107,7 @@ class Pool:
         self._replaced: set[int] = set()  # the ranks for which that action is done
         self._killed: dict[int, str] = {}  # by rank, why the pool has killed its worker
         self._repairs = threading.RLock()  # guards the beginning of a repair
-        self._repair_in_progress: futures.Future[None] | None = None
+        self._repair_in_progress: Repair | None = None
         self._completed: dict[int, int] = {}  # last command by dead rank; written by the repairer
         self.losses = Losses(self._devices)
         self.broken = True
@@ -344,40 +343,30 @@ class Pool:
                     return
                 self._crew.begin()
                 self.limits.begin()
-                repair = self._repair_in_progress = futures.Future()
-                thread = threading.Thread(None, self._run, REPAIRER, (repair,), daemon=True)
+                repair = self._repair_in_progress = Repair(self._run, self._hurry)
                 try:
-                    thread.start()
+                    repair.start()
                 except RuntimeError:  # there are too many threads
                     self._repair_in_progress = None
                     raise
         with waiting(_WAITS_FOR[bool(self._verdict.failures or self._verdict.deaths)]):
-            while not self._is_over(repair):
-                error = None if wanted is None else self._known_failure(wanted)
-                if error is not None:
-                    raise error
-        if (failure := repair.exception()) is not None:
+            failure = repair.wait(lambda: self._known_failure(wanted))
+        if failure is not None:
+            if self.ended:  # that is why the repair has failed
+                self._insist()
             raise failure
 
-    def _is_over(self, repair: futures.Future[None]) -> bool:
-        """Whether a repair has ended, after a moment."""
-        try:
-            return bool(futures.wait([repair], _EARLY_LOOK_S).done)
-        except BaseException:  # Ctrl-C
-            self._monitor.soon(lambda: self._on_event(Impatient()))
-            raise
+    def _hurry(self) -> None:
+        self._monitor.soon(lambda: self._on_event(Impatient()))
 
-    def _known_failure(self, seq: int) -> BaseException | None:
+    def _known_failure(self, seq: int | None) -> BaseException | None:
         """What has poisoned a command, if the ranks have had time to report."""
-        if time.monotonic() - self._drain_begin < _EARLY_S:
+        if seq is None or time.monotonic() - self._drain_begin < _EARLY_S:
             return None
         verdict = self._verdict
-        if not any(not each.communication and each.seq <= seq for each in verdict.failures):
-            return None
-        return exception_of(verdict, self._devices)
+        return exception_of(verdict, self._devices) if verdict.explains(seq) else None
 
-    def _run(self, repair: futures.Future[None]) -> None:
-        failure = None
+    def _run(self) -> None:
         try:
             while self.broken:
                 self._insist()
@@ -386,10 +375,8 @@ class Pool:
                     self._insist()
                     self._perform(action)
                     self._unfinished = None
-        except BaseException as error:
-            failure = error
-        self._repair_in_progress = None
-        repair.set_exception(failure) if failure is not None else repair.set_result(None)
+        finally:
+            self._repair_in_progress = None
 
     def _insist(self) -> None:
         """Raise if the pool was closed."""
@@ -451,6 +438,8 @@ class Pool:
 
     def reopen(self) -> None:
         """After ``stop``: let values be fetched from the workers that are left."""
+        if self.ended:
+            self._insist()
         self._is_wreck, self.closed_because = True, None
         with self._state_lock:
             verdict = self._supervisor.go_on()
@@ -475,7 +464,10 @@ class Pool:
                 self._closed.wait(_CLOSE_S)
             return
         self._closer, self.ended = threading.get_ident(), True
-        self.stop(self.closed_because or because)
+        surely(lambda: self._end(self.closed_because or because))
+
+    def _end(self, because: str) -> None:
+        self.stop(because)
         self._actions.put(Regroup(0))  # wakes the thread that repairs
         self.limits.close()
         self._crew.end()

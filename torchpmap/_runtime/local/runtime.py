@@ -349,9 +349,9 @@ class LocalRuntime:
     @contextmanager
     def readable(self) -> Iterator[None]:
         because = self._pool.closed_because
-        if because is not None:
-            self._pool.reopen()
         try:
+            if because is not None:
+                self._pool.reopen()
             yield
         finally:
             if because is not None:
