@@ -144,6 +144,7 @@ class Monitor:
             self._printer = Printer(on_room=lambda: self._do(self._resume))
             undo.callback(self._printer.stop, 0)
             self._thread = threading.Thread(target=self._run, name=MONITOR, daemon=True)
+            undo.callback(setattr, self, "_stopped", True)  # Ctrl-C while it starts
             self._thread.start()
             undo.pop_all()
 
@@ -192,7 +193,8 @@ class Monitor:
             while not self._stopped:
                 self._turn()
         except BaseException as error:
-            self._on_crash(error)
+            if not self._stopped:  # else nothing is left to read
+                self._on_crash(error)
         self._let_go()
         for resource in (self._selector, self._woken, self._waker):
             resource.close()

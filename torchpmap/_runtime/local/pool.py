@@ -128,13 +128,13 @@ class Pool:
         self._lookout = Lookout(self._devices, self._crew, self.outbox)
         self.workers = self._crew.workers
         self.landing = self._crew.landing
-        self._monitor = self._crew.monitor
+        self.monitor = self._crew.monitor
         self._progress = self._crew.progress
         self.limits = Limits(
             self._devices,
             self.workers,
             self._has_ended,
-            self._monitor.withhold,
+            self.monitor.withhold,
             self._on_overdue,
             lambda: self._supervisor.epoch,
         )
@@ -192,9 +192,9 @@ class Pool:
         targets: dict[int, memoryview] | None = None,
     ) -> Pending:
         """Register a request before it is sent (send lock held)."""
-        pending = self._monitor.pending[seq] = Pending(seq, self.losses.era, ranks, what, targets)
+        pending = self.monitor.pending[seq] = Pending(seq, self.losses.era, ranks, what, targets)
         if self.broken:  # since the lock was taken: the monitor may have missed this request
-            self._monitor.interrupt(seq)
+            self.monitor.interrupt(seq)
         return pending
 
     def ask(
@@ -223,20 +223,11 @@ class Pool:
                 self.post({rank: frame(kind, self.seq, body) for rank, body in bodies.items()})
             except BaseException:  # Ctrl-C: an answer may never come
                 if sent is None:
-                    self._monitor.pending.pop(pending.seq, None)
+                    self.monitor.pending.pop(pending.seq, None)
                 raise
             return pending
 
         return self.in_order(send)
-
-    @property
-    def prints(self) -> bool:
-        """Whether plans print: then their output comes before their results."""
-        return self._monitor.prints
-
-    def expect_output(self) -> None:
-        """Plans print from now on."""
-        self._monitor.prints = True
 
     def has_reached(self, seq: int, ranks: Sequence[int]) -> bool:
         """Whether all of ``ranks`` are known to be done with everything up to command ``seq``."""
@@ -247,7 +238,7 @@ class Pool:
         a failure came first.
         """
         refuse_to_wait()
-        if self.prints:  # what was printed comes first: the answer comes the same way
+        if self.monitor.prints:  # what was printed comes first: the answer comes the same way
             return self.ask(dict.fromkeys(ranks, b""), wire.SYNC).wait()
         return self._progress.wait(seq, ranks, lambda: self.broken or self.losses.era is not era)
 
@@ -290,11 +281,11 @@ class Pool:
 
     def _explained(self, event: Exited) -> Exited:
         """Add what the supervisor cannot know."""
-        doomed = self._monitor.first_missing(event.rank)
+        doomed = self.monitor.first_missing(event.rank)
         return replace(event, doomed=doomed, why=self._killed.get(event.rank, ""))
 
     def _wake_all(self) -> None:
-        self._monitor.interrupt_all()
+        self.monitor.interrupt_all()
         self._progress.ring()
 
     def _on_tick(self) -> None:
@@ -315,11 +306,11 @@ class Pool:
 
     def _on_overdue(self, failure: Failed, epoch: int) -> None:
         """A call took too long (any thread)."""
-        self._monitor.soon(lambda: self._on_event(Overdue(failure, epoch)))
+        self.monitor.soon(lambda: self._on_event(Overdue(failure, epoch)))
 
     def give_up(self, pending: Pending, ranks: Sequence[int], name: str) -> None:
         """End what ranks do for a request whose caller was interrupted, unless it has ended."""
-        self._monitor.give_up(pending.seq, given_up(pending.seq, ranks[0], name))
+        self.monitor.give_up(pending.seq, given_up(pending.seq, ranks[0], name))
 
     def _stopped_ranks(self) -> list[int]:
         if not self.broken:
@@ -357,7 +348,7 @@ class Pool:
             raise failure
 
     def _hurry(self) -> None:
-        self._monitor.soon(lambda: self._on_event(Impatient()))
+        self.monitor.soon(lambda: self._on_event(Impatient()))
 
     def _known_failure(self, seq: int | None) -> BaseException | None:
         """What has poisoned a command, if the ranks have had time to report."""
@@ -465,6 +456,7 @@ class Pool:
             return
         self._closer, self.ended = threading.get_ident(), True
         surely(lambda: self._end(self.closed_because or because))
+        self._progress.close()
 
     def _end(self, because: str) -> None:
         self.stop(because)
@@ -473,7 +465,6 @@ class Pool:
         self._crew.end()
         self.outbox.drop()
         self._closed.set()
-        self._progress.close()
 
     def stop(self, because: str) -> None:
         """Refuse all commands; the workers go on until ``close``, or can be asked by ``reopen``."""

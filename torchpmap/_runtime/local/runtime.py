@@ -321,7 +321,7 @@ class LocalRuntime:
         return is_done
 
     def block(self, handle: Any) -> None:
-        if self._pool.prints or not self._is_computed(handle):
+        if self._pool.monitor.prints or not self._is_computed(handle):
             ranks = handle.team.ranks
             self._insist(handle, ranks, lambda: self._pool.wait_for(handle.era, handle.seq, ranks))
 
