@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import torchpmap as tp
 from torchpmap._runtime import current
@@ -277,6 +278,21 @@ def check_rows(
             got = got if isinstance(got, tuple) else (got,)
             for value, whole in zip(got, want, strict=True):
                 torch.testing.assert_close(value.cpu(), torch.cat([whole] * count))
+
+
+def close(found: Any, right: Any, **tolerance: Any) -> None:
+    """Values, in trees and wherever they are, are nearly those that are right."""
+    pairs = [tree_leaves([*x] if isinstance(x, Iterator) else x) for x in (found, right)]
+    for mine, theirs in zip(*pairs, strict=True):
+        if theirs is None:
+            assert mine is None
+        else:
+            mine, theirs = mine.detach().cpu(), theirs.detach().cpu()
+            torch.testing.assert_close(mine, theirs, equal_nan=True, **tolerance)
+
+
+def gradients(module: torch.nn.Module) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in module.parameters()]
 
 
 def live_tensors(num_elements: int, num_devices: int = 4) -> list[int]:

@@ -1,4 +1,4 @@
-"""``python -m torchpmap doctor`` and ``python -m torchpmap bench``."""
+"""``python -m torchpmap doctor``, ``bench`` and ``replay FILE``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ def main(given: Sequence[str] | None = None) -> int:
         command.add_argument("--json", action="store_true", help="for a bug report")
         command.add_argument("--num-devices", type=int, help="default: as in a program")
         command.add_argument("--device-type", help="default: as in a program")
+    replay = commands.add_parser("replay", help="a recorded call again, on the CPU")
+    replay.add_argument("file", help="what torchpmap.debug.record has written")
+    replay.add_argument("--at", help="stop in pdb at a line (train.py:12) or an operation (log_1)")
+    replay.add_argument("--against", metavar="FILE", help="the first difference from another call")
+    replay.add_argument("--dtype", help="... from the same in another dtype: float64")
+    replay.add_argument("--backend", help="... from the same compiled: inductor")
     options = parser.parse_args(given)
+    if options.command == "replay":
+        return _replay(options)
     import torchpmap as tp
 
     if options.num_devices is not None:
@@ -56,6 +64,21 @@ def _bench(*, as_json: bool) -> int:
     rows = bench.run(print if is_first and not as_json else None)
     if as_json and is_first:
         print(json.dumps(rows, indent=2))
+    return 0
+
+
+def _replay(options: argparse.Namespace) -> int:
+    import torch
+
+    from torchpmap.debug import replay
+
+    found = replay(options.file, at=options.at)
+    print(found)
+    given = {name: getattr(options, name) for name in ("against", "dtype", "backend")}
+    for name, value in given.items():
+        if value is not None:
+            other = getattr(torch, value) if name == "dtype" else value
+            print(f"first difference, {name} {value}: {found.bisect(**{name: other}) or 'none'}")
     return 0
 
 

@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -179,6 +180,40 @@ def nan_in_a_weight():
         tp.pmap(lambda x: model(x))(X[:, None, None])
     finally:
         tp.config.debug_nans = False
+
+
+def recorded(f, *args):
+    with tempfile.TemporaryDirectory() as folder, tp.debug.record(folder):
+        f(*args)
+        return tp.debug.replay(tp.debug.dump()[-1])
+
+
+@fault(
+    "dropout may drop all numbers of a row, whose sum is then the divisor; there is no seed",
+    "[`tp.debug.record`, `replay`](#a-call-again)",
+    "first NaN: aten.div.Tensor at ... `return kept.sum() / kept.sum()`, rank ...",
+)
+def once():
+    def share(x):
+        kept = torch.nn.functional.dropout(x, 0.9)
+        return kept.sum() / kept.sum()
+
+    mapped = tp.pmap(share, "i")
+    found = (recorded(mapped, torch.ones(4, 20)) for _ in range(1000))
+    print(next(each for each in found if each.first_nan is not None))
+
+
+@fault(
+    "`(x + 1e8) - 1e8` in float32",
+    "[`replay(file).bisect(dtype=torch.float64)`](#a-call-again)",
+    "aten.sub.Tensor (sub) at ... `return (x + 1e8) - 1e8`, rank 0: they differ by 0.25, and what "
+    "it takes by 0.25",
+)
+def cancellation():
+    def f(x):
+        return (x + 1e8) - 1e8
+
+    print(recorded(tp.pmap(f, "i"), torch.full((4,), 0.25)).bisect(dtype=torch.float64))
 
 
 @fault(

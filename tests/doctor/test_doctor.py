@@ -204,4 +204,4 @@ def test_the_table_of_this_machine():
 def test_a_command_is_needed():
     done = command()
     assert done.returncode == 2
-    assert "{doctor,bench}" in done.stderr
+    assert "{doctor,bench,replay}" in done.stderr

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from _launched import script
-from _rig import EAGER, N, assert_pool_works, eagerly, note_time, rows, total, within
+from _rig import EAGER, N, note_time, total, within
 from _support import SCALE, in_threads, mostly_long
 
 import torchpmap as tp
@@ -18,36 +18,24 @@ SETUP = """
     kept = total(x).block_until_ready()
     workers = pids()
 """
-
-
+BUSY = """
+    def step(x):
+        {}
+        return tp.psum(x, "i")
+    threading.Thread(target=lambda: tp.pmap(step, "i", compile=False)(x), daemon=True).start()
+    time.sleep(0.2)
+"""
 WORKERS = {
     "idle": "",
-    "in a collective": """
-        def step(x):
-            while int(tp.axis_index("i")) == 1:
-                time.sleep(0.01)
-            return tp.psum(x, "i")
-        threading.Thread(target=lambda: tp.pmap(step, "i", compile=False)(x), daemon=True).start()
-        time.sleep(0.2)
-    """,
-    "in Python": """
-        def endless(x):
-            while True: pass
-        threading.Thread(target=lambda: tp.pmap(endless, compile=False)(x), daemon=True).start()
-        time.sleep(0.2)
-    """,
+    "in a collective": BUSY.format("int(tp.axis_index('i')) == 1 and time.sleep(1000)"),
+    "in Python": BUSY.format("exec('while True: pass')"),
+    "interpreter locked": BUSY.format("__import__('ctypes').PyDLL(None).sleep(1000)"),
     "parents of children": """
         import multiprocessing
         def has_a_child(x):
             multiprocessing.Process(target=time.sleep, args=(1000,)).start()
             return x
         tp.pmap(has_a_child, compile=False)(x)
-    """,
-    "interpreter locked": """
-        import ctypes
-        lock = lambda x: ctypes.PyDLL(None).sleep(1000) and x
-        threading.Thread(target=lambda: tp.pmap(lock, compile=False)(x), daemon=True).start()
-        time.sleep(0.2)
     """,
     "stopped": """
         os.kill(workers[1], signal.SIGSTOP)
@@ -167,16 +155,3 @@ def test_row_25_eight_threads():
             assert float(total(y)[1]) == N * (step + 1000.0 * k)
 
     assert within(5, lambda: in_threads(8, work)).error is None
-
-
-@pytest.mark.usefixtures("pool")
-def test_row_25_a_call_inside_a_call():
-    """Inside a mapped function another one maps over an axis of its own, or says why not."""
-
-    def step(x):
-        return tp.pmap(lambda y: tp.psum(y, "j"), "j", compile=False)(torch.ones(3) * x).sum()
-
-    outcome = within(5, lambda: eagerly(step)(rows).tolist())
-    assert outcome.value == [9 * float(x) for x in rows], outcome.error
-    assert total(rows).tolist() == [6.0] * N
-    assert_pool_works()

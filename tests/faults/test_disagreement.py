@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from _rig import EAGER, N, assert_pool_works, eagerly, failure, rows, within
-from _support import beside, wait_for
+from _support import beside, pool_with, wait_for
 
 import torchpmap as tp
 from torchpmap._runtime import current
@@ -63,6 +63,21 @@ def test_a_value_is_never_returned(program, odd_rank):
         return run(x, int(tp.axis_index("i")) == odd_rank)
 
     failure(step, tp.CollectiveMismatch, 1.5)
+
+
+def shares_memory(x):
+    x = tp.psum(x, "i")
+    with open("/proc/self/maps") as maps:
+        return x * 0 + ("memfd:torchpmap-group" in maps.read())
+
+
+@pytest.mark.cpu_only("GPUs share no memory")
+def test_row_13_over_gloo():
+    """More of what goes wrong without shared memory: runtime/test_worker.py."""
+    assert eagerly(shares_memory)(rows).tolist() == [1.0] * N
+    with pool_with(N, shared_memory=False):
+        assert eagerly(shares_memory)(rows).tolist() == [0.0] * N
+        test_a_value_is_never_returned("row_13_operation", 1)
 
 
 @pytest.mark.parametrize("then", ["returns", "runs the same collective", "runs it twice"])

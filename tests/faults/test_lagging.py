@@ -41,13 +41,6 @@ def test_a_call_is_a_launch_only():
     assert z.tolist() == [2 * (x + 5) for x in rows.tolist()]
 
 
-def test_a_fetch_while_calls_run_sees_its_value():
-    early = tp.pmap(lambda x: x - 1, compile=EAGER)(rows)
-    late = step(rows)
-    assert early.tolist() == (rows - 1).tolist()
-    assert late.tolist() == (rows + 1).tolist()
-
-
 def test_an_assert_in_a_kernel_replaces_the_worker():
     table = torch.arange(20.0).reshape(N, 5)
     pick = tp.pmap(lambda x, k: x.index_select(0, k), compile=EAGER)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from _launched import script
 from _rig import EAGER, Canary, N, assert_pool_works, eagerly, press, rows, survivors, within
 from _support import (
     DEVICE,
@@ -182,29 +181,3 @@ def test_row_27_a_closed_pool_keeps_nothing_that_it_did_not_send():
         value.cpu()
     gc.collect()
     assert anonymous_bytes() - before < 32 << 20, "the argument alone is 256 MB"
-
-
-@pytest.mark.long
-def test_row_27_a_flood_of_output_stops_nothing():
-    """What a worker prints is read in turns, and takes no memory."""
-    program = script(
-        """
-        import resource
-        tp.init(num_devices=2)
-        f = tp.pmap(lambda x: x + 1, compile=EAGER)
-        f(torch.arange(2.)).tolist()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        real = os.dup(1)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        for kilobyte in (b"x" * 1023 + b"\\n", b"x" * 1024):
-            def flood(x):
-                if x == 0:
-                    for _ in range(50):
-                        os.write(1, kilobyte * 1024)
-                return x
-            assert tp.pmap(flood, compile=False)(torch.arange(2)).tolist() == [0, 1]
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        os.write(real, f"{grown}".encode())
-        """
-    )
-    assert int(program.wait(40).clean()) < 30_000, "KB"

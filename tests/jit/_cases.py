@@ -34,6 +34,24 @@ class Plain:
             parameter.data = data(k, *parameter.shape) / 2
         return self.put(model)
 
+    def step(self, model: Any, *optimizers: Any, also: Any = lambda: None, **zero_grad: Any) -> Any:
+        """A jitted step of training, which gives the loss; ``also`` is called at its end."""
+
+        def step(*given: Any) -> Any:
+            for each in optimizers:
+                each.zero_grad(**zero_grad)
+            loss = model(*given).square().mean()
+            loss.backward()
+            for each in optimizers:
+                each.step()
+            also()
+            return loss.detach()
+
+        return self.jit(step)
+
+    def rows(self, count: int) -> list[Any]:
+        return [self.put(data(k)) for k in range(count)]
+
 
 class OnDevices(Plain):
     def __init__(self, layout: str, fullgraph: bool) -> None:

@@ -103,15 +103,37 @@ BINARY: dict[str, Callable[[Any, Any, int], Any]] = {
     "where": lambda x, y, d: torch.where(x > y, x, y * 2),
     "masked": lambda x, y, d: x.masked_fill(y > 0, 0.5),
 }
-WAYS = ["forward", "inside", "outside", "one of two", "step"]
+
+
+def total(result: Any, other: Any) -> Any:
+    return result.sin().sum() + (other * 2).sum()
+
+
+def some(result: Any, other: Any, trained: Any, again: Any) -> None:
+    loss = total(result, other)
+    trained[0].grad = torch.autograd.grad(loss, trained[:1], allow_unused=True)[0]
+
+
+def twice(result: Any, other: Any, trained: Any, again: Any) -> None:
+    loss = total(result, other)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+OUTSIDE: dict[str, Callable[..., Any]] = {
+    "outside": lambda result, other, *_: total(result, other).backward(),
+    "one of two": lambda result, other, *_: other.square().sum().backward(),
+    "some": some,
+    "twice": twice,
+    "two calls": lambda x, y, _, again: (total(x, y) * total(*again()).cos()).backward(),
+    "of arguments": lambda result, other, *_: total(result.tanh(), other).backward(),
+}
+"""What is differentiated outside of a call: (results, closed tensors, another call)."""
+WAYS = ["forward", "inside", "step", *OUTSIDE]
 
 
 def scalar(f: Any) -> Any:
-    def loss(a: Any, b: Any) -> Any:
-        result, other = f(a, b)
-        return result.sin().sum() + (other * 2).sum()
-
-    return loss
+    return lambda a, b: total(*f(a, b))
 
 
 def pushed(f: Any, a: Any, b: Any) -> Any:
@@ -154,7 +176,7 @@ class RandomProgram(NamedTuple):
     """Of each input: 0 in this process, 1 on a line of devices, 2 on a square; and its spec."""
 
 
-def made(seed: object, ways: list[str] = WAYS) -> RandomProgram:
+def made(seed: object, way: str) -> RandomProgram:
     r = random.Random(f"{seed}")
     shapes = [(4,) * r.choice([2, 2, 3]) for _ in range(r.choice([3, 4, 5]))]
     steps: list[Step] = []
@@ -171,7 +193,7 @@ def made(seed: object, ways: list[str] = WAYS) -> RandomProgram:
             steps.append(Step(r.choice(list(BINARY)), (a, b), r.randrange(rank)))
             ranks.append(max(ranks[a], ranks[b]))
     layouts = [(r.choice([0, 1, 1, 2, 2]), r.choice(SPECS)) for _ in shapes]
-    way, writes = r.choice(ways), r.random() < 0.3
+    writes = r.random() < 0.3
     if way in AROUND:  # torch refuses checkpoints and writes there
         steps = [x._replace(operation="sin") if x.operation == "checkpoint" else x for x in steps]
     return RandomProgram(shapes, steps, way, writes and way not in AROUND, layouts)
@@ -220,6 +242,13 @@ def run(program: RandomProgram, on_devices: bool) -> list[torch.Tensor]:
             optimizer.step()
         return result, other
 
+    def arguments() -> list[Any]:
+        given = [new(0), new(1)]
+        if program.way != "of arguments":
+            return given
+        trained.extend(x.requires_grad_() for x in given)
+        return [x.tanh() for x in given]
+
     jitted = tp.jit(f, compile=EAGER, fullgraph=True) if on_devices else f
     found: list[Any] = []
     for _ in range(2):
@@ -228,13 +257,14 @@ def run(program: RandomProgram, on_devices: bool) -> list[torch.Tensor]:
             results = AROUND[program.way](jitted, new(0, *rows), new(1, *rows))
             found += [x.cpu().clone() for x in tree_leaves(results)]
             continue
-        result, other = jitted(new(0), new(1))
-        if program.way == "outside" and result.requires_grad:
-            (result.sin().sum() + (other * 2).sum()).backward()
-        if program.way == "one of two" and other.requires_grad:
-            other.square().sum().backward()
+        result, other = jitted(*arguments())
+        used = other if program.way == "one of two" else result
+        if program.way in OUTSIDE and used.requires_grad:
+            OUTSIDE[program.way](result, other, trained, lambda: jitted(*arguments()))
         found += [result.detach().cpu().clone(), other.detach().cpu().clone()]
     left = [x.grad for x in trained if x.grad is not None]
+    if program.way in OUTSIDE:
+        assert all(type(x.grad) is type(x) for x in trained if x.grad is not None)
     return [x.detach().cpu() for x in (*found, *closed, *left, count)]
 
 
@@ -259,7 +289,8 @@ def main(count: int, seed: str, around: str = "") -> int:
     tp.init(4)
     begin, failures = time.monotonic(), 0
     for k in range(count):
-        program = made(f"{seed}:{k}", list(AROUND) if around else WAYS)
+        ways = list(AROUND) if around else WAYS
+        program = made(f"{seed}:{k}", ways[k % len(ways)])
         wrong = failure(program)
         if wrong is not None:
             failures += 1

@@ -1,7 +1,6 @@
 """Covers: _transforms/jit.py: what is traced again, what is not traced, and errors."""
 
 import contextlib
-import copy
 import threading
 from collections import OrderedDict
 
@@ -382,25 +381,3 @@ def test_what_other_threads_write_during_a_trace_stays():
     with beside(other), pytest.warns(UserWarning, match="running operation by operation"):
         jit(f)(X)
     assert log == ["other"]
-
-
-def test_attention_whose_heads_are_cut():
-    torch.manual_seed(0)
-    plain = torch.nn.MultiheadAttention(8, 2, batch_first=True).double()
-    mesh = tp.make_mesh(*SQUARE)
-    cut_rows = {"out_proj.weight": P(None, "y")}
-    model = tp.shard_module(copy.deepcopy(plain), cut_rows, mesh)
-    x = torch.randn(8, 6, 8, dtype=torch.float64)
-
-    def step(model):
-        def f(x):
-            loss = model(x, x, x, need_weights=False)[0].abs().amax(0).mean()
-            loss.backward()
-            return loss.detach()
-
-        return f
-
-    loss = jit(step(model), fullgraph=True)(on(P("x"), x, SQUARE))
-    torch.testing.assert_close(loss.cpu(), step(plain)(x), rtol=1e-12, atol=0)
-    for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), right.grad, rtol=1e-9, atol=1e-12)

@@ -1,6 +1,4 @@
-"""Covers: _transforms/jit.py, _trace/snapshot.py: what no graph can express, what later calls have
-otherwise, and values under two names.  Each case is a program; right is what torch gives.
-"""
+"""Covers: _transforms/jit.py, _trace/snapshot.py: what no graph can say, what later calls have."""
 
 from collections import deque
 
@@ -17,21 +15,6 @@ from torchpmap import P
 pytestmark = pytest.mark.usefixtures("pool")
 
 CASES = Cases()
-
-
-def stepped(on, weight, optimizer, also=lambda: None):
-    """Two jitted steps, of which each calls ``also``."""
-
-    @on.jit
-    def step(x):
-        optimizer.zero_grad()
-        (x @ weight).square().mean().backward()
-        optimizer.step()
-        also()
-
-    step(on.put(data(1)))
-    step(on.put(data(2)))
-    return step
 
 
 @CASES.add(fullgraph=False)
@@ -57,8 +40,9 @@ def a_schedule_inside(on):
     weight = on.put(data()).requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    stepped(on, weight, optimizer, schedule.step)
-    return [weight, torch.tensor([optimizer.param_groups[0]["lr"], schedule.last_epoch])]
+    step = on.step(lambda x: x @ weight, optimizer, also=schedule.step)
+    rate = lambda: torch.tensor([optimizer.param_groups[0]["lr"], schedule.last_epoch])  # noqa: E731
+    return [*map(step, on.rows(2)), weight, rate()]
 
 
 @CASES.add(fullgraph=False)
@@ -83,20 +67,14 @@ def python_state_of_what_is_not_traced(on):
 def parameter_groups_and_hooks_of_later(on):
     weight, bias = on.put(data()).requires_grad_(), on.put(data(3, 8)).requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=0.1)
-
-    @on.jit
-    def step(x):
-        weight.grad = bias.grad = None
-        (x @ weight + bias).square().mean().backward()
-        optimizer.step()
-
-    step(on.put(data(1)))
+    step, x = on.step(lambda x: x @ weight + bias, optimizer), on.put(data(1))
+    step(x)
     optimizer.add_param_group({"params": [bias]})
-    step(on.put(data(1)))
+    step(x)
     handle = weight.register_hook(lambda grad: grad * 2)
-    step(on.put(data(1)))
+    step(x)
     handle.remove()
-    step(on.put(data(1)))
+    step(x)
     return [weight, bias]
 
 
@@ -126,28 +104,30 @@ def objects_among_the_arguments(on):
     results = [f(scale, on.put(data())), g(model, on.put(data()))]
     scale.factor = 3.0
     model.eval()
-    return [*results, f(scale, on.put(data())), g(model, on.put(data()))]
+    results += [f(scale, on.put(data())), g(model, on.put(data(1)))]
+    model.train()
+    return [*results, g(model, on.put(data(2))), *model.buffers()]
 
 
 @CASES.add(fullgraph=False)
 def values_that_are_shared(on):
-    w, plain = on.put(data()), data(1)
+    w, x, plain = on.put(data()), on.put(data(4)), data(1)
     part = plain[:4]
 
     @on.jit
     def f(x, y):
         w.mul_(2)
         y.add_(1)
-        return x + 1
+        return w + x + y
 
     @on.jit
     def g():
         plain.add_(1)
         part.mul_(2)
 
-    results = [f(on.put(data(2)), on.put(data(3))), f(w.detach(), on.put(data(3))), f(w.T, w)]
+    results = [f(x, on.put(data(3))), f(w.detach(), on.put(data(3))), f(w, x), f(x, x), f(w.T, w)]
     g()
-    return [*results, w, plain]
+    return [*results, w, x, plain]
 
 
 @CASES.add()

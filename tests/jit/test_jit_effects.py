@@ -1,7 +1,4 @@
-"""Covers: _trace/whole.py and _transforms/jit_program.py: what a function does besides returning.
-
-Each case is a program; what is right is what it gives in plain torch.
-"""
+"""Covers: _trace/whole.py, _transforms/jit_program.py: what a function does besides returning."""
 
 import copy
 
@@ -12,7 +9,6 @@ from _cases import Cases, Plain, data
 from _models import LINE
 from _support import autocast
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import torchpmap as tp
 from torchpmap import P
@@ -20,20 +16,6 @@ from torchpmap import P
 pytestmark = pytest.mark.usefixtures("pool")
 
 CASES = Cases()
-
-
-def trained(on, model, optimizer, count=3, **options):
-    """Losses of a usual step."""
-
-    def step(x):
-        optimizer.zero_grad(**options)
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    step = on.jit(step)
-    return [step(on.put(data(k))) for k in range(count)]
 
 
 # -- gradients and optimizers ----------------------------------------------------------------------
@@ -68,43 +50,22 @@ def accumulation_over_calls(on):
 @CASES.add(2)
 def gradients_that_are_set_to_zero(on):
     model = on.model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    losses = trained(on, model, optimizer, set_to_none=False)
-    return [*losses, *model.parameters(), *(p.grad for p in model.parameters())]
-
-
-@CASES.add(1)
-def gradients_that_are_deleted_by_hand(on):
-    weight = on.put(data()).requires_grad_()
-
-    @on.jit
-    def f(x):
-        weight.grad = None
-        (x @ weight).square().sum().backward()
-
-    f(on.put(data(1)))
-    f(on.put(data(2)))
-    return [weight.grad]
+    step = on.step(model, torch.optim.Adam(model.parameters(), lr=0.1), set_to_none=False)
+    return [*map(step, on.rows(3)), *model.parameters(), *(p.grad for p in model.parameters())]
 
 
 @CASES.add(1)
 def a_moving_average(on):
     model = on.model()
     average = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    @on.jit
-    def step(x):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+    def follow():
         with torch.no_grad():
             for mine, now in zip(average, model.parameters(), strict=True):
                 mine.lerp_(now, 0.1)
 
-    for k in range(3):
-        step(on.put(data(k)))
-    return [*average, *model.parameters()]
+    step = on.step(model, torch.optim.SGD(model.parameters(), lr=0.1), also=follow)
+    return [*map(step, on.rows(3)), *average, *model.parameters()]
 
 
 @CASES.add(3)  # then it is not frozen, and then it has a gradient, which nothing clears
@@ -113,17 +74,10 @@ def frozen_and_tied_parameters(on):
     model = on.model(layer, nn.Tanh(), layer, nn.Linear(8, 4))
     model[3].bias.requires_grad_(False)
     known = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(known, lr=0.1)
-
-    @on.jit
-    def step(x):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    for k in range(4):
+    step = on.step(model, torch.optim.AdamW(known, lr=0.1))
+    for k, x in enumerate(on.rows(4)):
         model[3].bias.requires_grad_(k > 1)
-        step(on.put(data(k)))
+        step(x)
     assert model[0].weight is model[2].weight
     return [*model.parameters(), model[3].bias.grad]
 
@@ -132,16 +86,9 @@ def frozen_and_tied_parameters(on):
 def parameters_that_only_some_calls_use(on):
     model = on.model(nn.Linear(8, 4), nn.Linear(4, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-
-    @on.jit
-    def step(x, is_deep):
-        optimizer.zero_grad()
-        h = model[0](x)
-        (model[1](h) if is_deep else h).square().mean().backward()
-        optimizer.step()
-
-    for k, is_deep in enumerate([False, True, False, False, True]):
-        step(on.put(data(k)), is_deep)
+    step = on.step(lambda x, depth: model[:depth](x), optimizer)
+    for x, depth in zip(on.rows(5), [1, 2, 1, 1, 2], strict=True):
+        step(x, depth)
     steps = [optimizer.state[p]["step"] for p in model.parameters()]
     return [*model.parameters(), *steps]
 
@@ -155,16 +102,9 @@ def two_optimizers_and_schedules(on):
         torch.optim.lr_scheduler.StepLR(first, 1),
         torch.optim.lr_scheduler.OneCycleLR(second, 0.5, total_steps=10),  # momentum too
     ]
-
-    @on.jit
-    def step(x):
-        model.zero_grad()
-        model(x).square().mean().backward()
-        first.step()
-        second.step()
-
-    for k in range(4):
-        step(on.put(data(k)))
+    step = on.step(model, first, second)
+    for x in on.rows(4):
+        step(x)
         for schedule in schedules:
             schedule.step()
     return list(model.parameters())
@@ -176,21 +116,10 @@ def an_optimizer_that_several_functions_step(on):
     weight, bias = model.parameters()
     groups = [{"params": [weight]}, {"params": [bias], "lr": 0.03}]
     optimizer = torch.optim.AdamW(groups, lr=0.1)
-
-    def step(x, times=1):
-        for _ in range(times):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-
-    def only_weight(x):
-        optimizer.zero_grad()
-        (x @ weight.T + bias.detach()).square().mean().backward()
-        optimizer.step()
-
-    once, twice = on.jit(step), on.jit(lambda x: step(x, 2))
-    half = on.jit(only_weight)
-    for k, function in enumerate((once, twice, once, once, step, once, half, half, once, once)):
+    plain, once = Plain().step(model, optimizer), on.step(model, optimizer)
+    twice = on.jit(lambda x: (plain(x), plain(x)))
+    half = on.step(lambda x: x @ weight.T + bias.detach(), optimizer)
+    for k, function in enumerate((once, twice, once, once, plain, once, half, half, once, once)):
         function(on.put(data(k)))
         if k == 2:
             optimizer.param_groups[1]["lr"] = 0.2
@@ -231,17 +160,11 @@ def counters_that_part(on):
 
 @CASES.add()
 def state_that_is_replaced(on):
-    weights = [on.put(data(k)).requires_grad_() for k in range(3)]
+    weights = [x.requires_grad_() for x in on.rows(3)]
     optimizer = torch.optim.AdamW(weights, lr=0.1)
-
-    @on.jit
-    def step(x):
-        optimizer.zero_grad()
-        sum((weight * x).sin().sum() for weight in weights).backward()
-        optimizer.step()
-
-    for k in range(8):
-        step(on.put(data(k)))
+    step = on.step(lambda x: sum((weight * x).sin() for weight in weights), optimizer)
+    for k, x in enumerate(on.rows(8)):
+        step(x)
         if k == 1:
             optimizer.state[weights[0]] = {}
         if k == 3:
@@ -253,52 +176,30 @@ def state_that_is_replaced(on):
 
 @CASES.add(fullgraph=False)
 def an_optimizer_made_inside(on):
-    weight = on.put(data()).requires_grad_()
-
-    @on.jit
-    def step(x):
-        optimizer = torch.optim.AdamW([weight], lr=0.1)
-        weight.grad = None
-        (weight * x).sin().sum().backward()
-        optimizer.step()
-
-    for k in range(3):
-        step(on.put(data(k)))
-    return [weight]
+    model = on.model()
+    made = lambda: torch.optim.AdamW(model.parameters(), lr=0.1)  # noqa: E731
+    step = on.jit(lambda x: Plain().step(model, made())(x))
+    return [*map(step, on.rows(3)), *model.parameters()]
 
 
 @CASES.add(fullgraph=False)
 def a_counter_that_the_function_reads(on):
-    weight = on.put(data()).requires_grad_()
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
-
-    @on.jit
-    def step(x):
-        optimizer.zero_grad()
-        (weight * x).sin().sum().backward()
-        optimizer.step()
-        return x * optimizer.state[weight]["step"]
-
-    return [step(on.put(data(k))) for k in range(3)] + [weight]
+    model = on.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    plain = Plain().step(model, optimizer)
+    step = on.jit(lambda x: plain(x) * optimizer.state[model[0].weight]["step"])
+    return [*map(step, on.rows(3)), *model.parameters()]
 
 
 @CASES.add(3)
 def a_rate_that_the_function_reads(on):
     model = on.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    @on.jit
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach() * optimizer.param_groups[0]["lr"]
-
-    losses = []
-    for k in range(3):
+    plain = Plain().step(model, optimizer)
+    step, losses = on.jit(lambda x: plain(x) * optimizer.param_groups[0]["lr"]), []
+    for k, x in enumerate(on.rows(3)):
         optimizer.param_groups[0]["lr"] = 0.1 / (k + 1)
-        losses.append(step(on.put(data(k))))
+        losses.append(step(x))
     return [*losses, *model.parameters()]
 
 
@@ -306,42 +207,22 @@ def a_rate_that_the_function_reads(on):
 def a_first_step_that_is_another(on):
     model = on.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
-    return [*trained(on, model, optimizer), *model.parameters()]
+    return [*map(on.step(model, optimizer), on.rows(3)), *model.parameters()]
 
 
 @CASES.add()
 def state_that_is_loaded(on):
     model = on.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    @on.jit
-    def step(x):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    step(on.put(data()))
+    step, (first, second, third) = on.step(model, optimizer), on.rows(3)
+    step(first)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     for _ in range(2):
-        step(on.put(data(1)))
+        step(second)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    step(on.put(data(2)))
+    step(third)
     return list(model.parameters())
-
-
-@CASES.add(1)
-def hooks_of_parameters(on):
-    model = on.model()
-    model[0].weight.register_hook(lambda grad: grad * 2)
-
-    @on.jit
-    def f(x):
-        model.zero_grad()
-        model(x).sum().backward()
-
-    f(on.put(data()))
-    return [p.grad for p in model.parameters()]
 
 
 @CASES.add(2)
@@ -417,30 +298,6 @@ def a_view_of_what_an_operation_in_place_left(on):
     return [w.grad]
 
 
-@CASES.add(fullgraph=False)
-def one_value_under_two_names(on):
-    w, x = on.put(data()), on.put(data(1))
-
-    @on.jit
-    def f(x, y):
-        w.add_(1)
-        x.mul_(2)
-        return w + x + y
-
-    return [f(x, on.put(data(2))), f(w, on.put(data(2))), f(x, x), w, x]
-
-
-@CASES.add(2)
-def buffers_and_training_flags(on):
-    model = on.model(nn.BatchNorm1d(8), nn.Dropout(0.0))
-    f = on.jit(torch.no_grad()(lambda x: model(x)))
-    results = [f(on.put(data())), f(on.put(data(1)))]
-    model.eval()
-    results.append(f(on.put(data(2))))
-    model.train()
-    return [*results, f(on.put(data(3))), *model.buffers()]
-
-
 @CASES.add()
 def what_is_closed_over_changes(on):
     model, settings = on.model(), {"factor": 2.0}
@@ -507,20 +364,6 @@ def second_derivatives(on):
 
 
 @CASES.add(1)
-def checkpoints_of_activations(on):
-    model = on.model(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-
-    @on.jit
-    def f(x):
-        model.zero_grad()
-        h = checkpoint(model[:2], x, use_reentrant=False)
-        model[2](h).square().mean().backward()
-
-    f(on.put(data()))
-    return [p.grad for p in model.parameters()]
-
-
-@CASES.add(1)
 def functions_of_the_user(on):
     class Product(torch.autograd.Function):
         @staticmethod
@@ -540,7 +383,8 @@ def functions_of_the_user(on):
         w.grad = None
         Product.apply(x, w).square().sum().backward()
 
-    f(on.put(data()))
+    for x in on.rows(2):
+        f(x)
     return [w.grad]
 
 

@@ -3,10 +3,12 @@
 What is right is what plain torch gives for the whole values.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
-from _support import EAGER
+from _support import EAGER, close, gradients
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -76,45 +78,44 @@ def test_rows_and_channels_stay_where_they_are(name):
     there = [tp.device_put(value, tp.NamedSharding(mesh, spec)) for value in (x, w)]
     step = tp.jit(both(layer), compile=EAGER, fullgraph=True)
     assert not step.lower(*there).resharded
-    for mine, right in zip(step(*there), expected, strict=True):
-        torch.testing.assert_close(mine.cpu(), right, atol=1e-12, rtol=0)
+    close(step(*there), expected, atol=1e-12, rtol=0)
 
 
+HEADS_CUT = {"out_proj.weight": P(None, "y")}
 TOKENS_FIRST = {
     "attention": lambda: nn.MultiheadAttention(8, 2, batch_first=True),
     "encoder": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
 }
 """Modules that put tokens before rows, and then flatten both."""
+TOKENS = [(name, spec, {}) for name in TOKENS_FIRST for spec in (P("x"), P("x", "y"), P())]
+TOKENS.append(("attention", P("x"), HEADS_CUT))
+"""Modules that put tokens before rows, and then flatten both."""
 
 
-@pytest.mark.parametrize("spec", [P("x"), P("x", "y"), P()], ids=str)
-@pytest.mark.parametrize("name", TOKENS_FIRST)
-def test_rows_that_are_flattened_after_tokens_stay_where_they_are(name, spec):
+@pytest.mark.parametrize(("name", "spec", "specs"), TOKENS)
+def test_rows_that_are_flattened_after_tokens_stay_where_they_are(name, spec, specs):
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(8, 6, 8, generator=generator, dtype=torch.float64)
+    mesh = tp.make_mesh((2, 2), ("x", "y"))
+    torch.manual_seed(1)
+    plain = TOKENS_FIRST[name]().double()
+    model = tp.shard_module(copy.deepcopy(plain), specs, mesh)
 
-    def trained(put, jit):
-        torch.manual_seed(1)
-        model = put(TOKENS_FIRST[name]().double())
-
+    def step_of(model):
         def f(x):
             model.zero_grad()
             y = model(x, x, x, need_weights=False)[0] if name == "attention" else model(x)
-            loss = y.sin().mean()
+            loss = y.sin().mean() + y.abs().amax(0).mean()
             loss.backward()
             return loss.detach()
 
-        f = jit(f)
-        return f, model
+        return f
 
-    plain, right = trained(lambda model: model, lambda f: f)
-    mesh = tp.make_mesh((2, 2), ("x", "y"))
-    step, mine = trained(tp.replicate, lambda f: tp.jit(f, compile=EAGER, fullgraph=True))
+    step = tp.jit(step_of(model), compile=EAGER, fullgraph=True)
     x = tp.device_put(data, tp.NamedSharding(mesh, spec))
-    torch.testing.assert_close(step(x).cpu(), plain(data), atol=1e-12, rtol=0)
-    for a, b in zip(mine.parameters(), right.parameters(), strict=True):
-        torch.testing.assert_close(a.grad.cpu(), b.grad, atol=1e-12, rtol=0)
-    if spec == P("x"):
+    torch.testing.assert_close(step(x).cpu(), step_of(plain)(data), atol=1e-12, rtol=0)
+    close(gradients(model), gradients(plain), atol=1e-12, rtol=1e-9)
+    if spec == P("x") and not specs:
         assert not step.lower(x).resharded
 
 
@@ -182,7 +183,6 @@ def test_rows_may_be_in_any_order_where_it_does_not_matter(name, spec):
 
     x = tp.device_put(data, tp.NamedSharding(mesh, spec))
     g = tp.jit(f, compile=EAGER, fullgraph=True)
-    for mine, right in zip(g(x), f(data), strict=True):
-        torch.testing.assert_close(mine.cpu(), right, atol=1e-11, rtol=1e-12)
+    close(g(x), f(data), atol=1e-11, rtol=1e-12)
     if name in STAYS and spec == P(None, "x"):
         assert not g.lower(x).resharded

@@ -8,18 +8,13 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from _cases import Cases, OnDevices, data
-from _models import LAYOUTS, MODELS, batches, cut, made, placed
-from _support import EAGER, autocast, mostly_long
+from _support import EAGER, autocast, gradients
 from torch import nn
 
 import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
 cases = Cases()
-
-
-def gradients(model):
-    return [p.grad for p in model.parameters()]
 
 
 @cases.add(num_traces=1)
@@ -66,33 +61,6 @@ def one_result_of_several(on):
 
 
 @cases.add(num_traces=1)
-def a_part_of_a_larger_graph(on):
-    first, second = on.model(), on.model(nn.Linear(4, 8))
-    f = on.jit(lambda x: second(x).sin())
-    for k in range(3):
-        (f(first(on.put(data(k))).tanh()) * 3).cos().sum().backward()
-    return gradients(first) + gradients(second)
-
-
-@cases.add(num_traces=2)
-def two_calls_in_one_graph(on):
-    model = on.model(nn.Linear(8, 8), nn.Dropout(0.0))
-    f = on.jit(lambda x: model(x).tanh())
-    f(f(on.put(data()))).sum().backward()
-    return gradients(model)
-
-
-@cases.add(num_traces=1)
-def a_parameter_of_this_process(on):
-    w = data(1).requires_grad_()
-    f = on.jit(lambda x: (x @ w).relu())
-    for k in range(2):
-        f(on.put(data(k))).sum().backward()
-    assert type(w.grad) is torch.Tensor
-    return [w.grad]
-
-
-@cases.add(num_traces=1)
 def hooks_run_once(on):
     model, seen = on.model(), []
     model[0].weight.register_hook(lambda grad: grad * 2)
@@ -101,24 +69,6 @@ def hooks_run_once(on):
     f(on.put(data())).sum().backward()
     assert seen == [1]
     return gradients(model)
-
-
-@cases.add(num_traces=1)
-def twice_through_one_call(on):
-    model = on.model()
-    loss = on.jit(lambda x: model(x).square().sum())(on.put(data()))
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return gradients(model)
-
-
-@cases.add(num_traces=1)
-def some_gradients(on):
-    model = on.model(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
-    model[0].weight.requires_grad_(False)
-    loss = on.jit(lambda x: model(x).square().sum())(on.put(data()))
-    found = torch.autograd.grad(loss, [model[2].weight, model[0].bias])
-    return [*found, *gradients(model)]
 
 
 @cases.add(num_traces=1)
@@ -226,15 +176,6 @@ def an_argument_that_is_closed_over_and_gets_its_gradient_inside(on):
     for x in (w, z):
         f(x)
     return [w.grad, z.grad]
-
-
-@cases.add(fullgraph=False)
-def an_argument_that_is_closed_over_and_written_to(on):
-    a, b = (on.put(torch.zeros(8, 8)) for _ in range(2))
-    f = on.jit(lambda x: a.add_(1))
-    for x in (a, b):
-        f(x)
-    return [a, b]
 
 
 @cases.add(fullgraph=False)
@@ -410,33 +351,6 @@ def where_nothing_may_be_saved(on):
 
 
 test_as_in_plain_torch = cases.tests()
-
-
-def train(kind, model, jit=lambda forward: forward, put=lambda batch: batch):
-    """The losses of some steps of which only the model is jitted, and that function."""
-    forward, optimizer = jit(lambda x: model(x)), torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for batch in batches(kind, 3):
-        x, y = put(batch)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(forward(x).flatten(0, -2), y.flatten())
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, forward
-
-
-@pytest.mark.parametrize("compile", mostly_long([EAGER], True))
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_models(kind, layout, compile):
-    plain, model = made(kind), placed(made(kind), layout)
-    jit = functools.partial(tp.jit, compile=compile, fullgraph=True)
-    losses, forward = train(kind, model, jit, lambda batch: cut(batch, layout))
-    assert losses == pytest.approx(train(kind, plain)[0], rel=1e-12)
-    assert forward.num_traces == 1
-    for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), right.grad, atol=1e-10, rtol=0)
 
 
 def test_dropout_has_one_mask():

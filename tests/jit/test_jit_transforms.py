@@ -1,7 +1,4 @@
-"""Covers: _transforms/jit_transforms.py: torch's transforms around calls of a jitted function.
-
-With ``fullgraph=True`` a derivative that runs operation by operation is an error.
-"""
+"""Covers: _transforms/jit_transforms.py: torch's transforms around calls of a jitted function."""
 
 import pytest
 import torch
@@ -9,7 +6,7 @@ import torch.nn.functional as F
 from _cases import Cases, OnDevices, data
 from _models import LINE, SQUARE
 from _spies import asked
-from _support import COMPILED, EAGER
+from _support import COMPILED, EAGER, close
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import (
@@ -84,8 +81,7 @@ def jit(f, **options):
 
 
 def assert_same(mine, right):
-    for a, b in zip(tree_leaves(mine), tree_leaves(right), strict=True):
-        torch.testing.assert_close(a.cpu(), b, atol=1e-12, rtol=1e-12)
+    close(mine, right, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +134,6 @@ def test_where_derivatives_lie():
     assert rows.sharding.spec == P("x")  # each device has those of its rows
     host = AROUND["grad of grad"](jit(f), data(0), x)
     assert type(host) is torch.Tensor
-
-
-# -- what the function closes over, and returns ----------------------------------------------------
 
 
 @cases.add()

@@ -5,7 +5,6 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from _support import DEVICE
 
 import torchpmap as tp
 from torchpmap._base.devices import enumerate_devices
@@ -26,29 +25,6 @@ def drawn(shape, mesh, *spec):
     return str(pictured(shape, mesh, *spec))
 
 
-def test_two_dims():
-    assert drawn((4, 4), MESH, "a", "b") == (
-        "float32[4, 4], cut along dims 0, 1\n"
-        "        0       1       2       3\n"
-        "    +-------+-------+-------+-------+\n"
-        "0:2 | cpu:0 | cpu:1 | cpu:2 | cpu:3 |\n"
-        "    +-------+-------+-------+-------+\n"
-        "2:4 | cpu:4 | cpu:5 | cpu:6 | cpu:7 |\n"
-        "    +-------+-------+-------+-------+"
-    )
-
-
-def test_replicas_share_a_box():
-    assert drawn((4, 3), MESH, "a") == (
-        "float32[4, 3], cut along dim 0\n"
-        "    +-------------------------+\n"
-        "0:2 | cpu:0 cpu:1 cpu:2 cpu:3 |\n"
-        "    +-------------------------+\n"
-        "2:4 | cpu:4 cpu:5 cpu:6 cpu:7 |\n"
-        "    +-------------------------+"
-    )
-
-
 def test_columns_are_in_the_order_of_their_index():
     head, names, rule, boxes, _ = drawn((3, 16), MESH, None, ("b", "a")).splitlines()
     assert head == "float32[3, 16], cut along dim 1"
@@ -57,10 +33,10 @@ def test_columns_are_in_the_order_of_their_index():
     assert boxes == "| " + " | ".join(f"cpu:{k}" for k in (0, 4, 1, 5, 2, 6, 3, 7)) + " |"
 
 
-def test_replicated():
-    boxed = "cpu:0 cpu:1 cpu:2 cpu:3 cpu:4 cpu:5 cpu:6 cpu:7"
-    line = "+" + "-" * (len(boxed) + 2) + "+"
-    assert drawn((2,), MESH) == f"float32[2], replicated\n{line}\n| {boxed} |\n{line}"
+def test_a_tensor_of_this_process(capsys):
+    """Of ShardedTensors: the examples of ``visualize_sharding`` and of docs/debugging.md."""
+    tp.debug.visualize_sharding(torch.zeros(3))
+    assert capsys.readouterr().out == "float32[3], in this process (cpu)\n"
 
 
 def test_three_dims_are_a_list():
@@ -69,22 +45,6 @@ def test_three_dims_are_a_list():
         "  [0, 0:2, 0:3]  cpu:0",
         "  [0, 0:2, 3:6]  cpu:1",
     ]
-
-
-@pytest.mark.parametrize("pool", [2], indirect=True)
-def test_printed(pool, capsys):
-    tp.debug.visualize_sharding(tp.pmap(lambda x: x, compile=False)(torch.arange(4)))
-    tp.debug.visualize_sharding(torch.zeros(3))
-    rule = "-" * len(f" {DEVICE}:0 ")
-    assert capsys.readouterr().out == (
-        "int64[4], cut along dim 0\n"
-        f"    +{rule}+\n"
-        f"0:2 | {DEVICE}:0 |\n"
-        f"    +{rule}+\n"
-        f"2:4 | {DEVICE}:1 |\n"
-        f"    +{rule}+\n"
-        "float32[3], in this process (cpu)\n"
-    )
 
 
 # HTML --------------------------------------------------------------------------------------------

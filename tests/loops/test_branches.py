@@ -16,16 +16,6 @@ from torch.func import vmap
 import torchpmap as tp
 
 X = torch.tensor([2.0, -1.0])
-W = torch.tensor([1.5, -1.5])
-
-
-def test_backward_through_the_branch_that_was_taken():
-    def program(x, w):
-        x, w = (y.detach().clone().requires_grad_() for y in (x, w))
-        (tp.cond(x.sum() > 0, lambda: (x**3).sum(), lambda: (w * x).sum()) + 0 * w.sum()).backward()
-        return x.grad, w.grad
-
-    same_everywhere(program, X, W, expected=(3 * X**2, 0 * W))
 
 
 def test_numbers_take_the_dtype_of_a_tensor_in_another_branch():
@@ -36,12 +26,6 @@ def test_numbers_take_the_dtype_of_a_tensor_in_another_branch():
 
     expected = list(torch.tensor([3.0, 1.0, 2.5, 1.0, 1.0]))
     same_everywhere(program, X, torch.tensor(0), expected=expected)
-
-
-def test_predicates_and_indices_of_python():
-    assert tp.cond(True, lambda: 1, lambda: 2) == 1
-    assert tp.cond(0, lambda: 1, lambda: 2) == 2
-    assert tp.switch(7, [lambda: 0, lambda: 1]) == 1
 
 
 def test_a_switch_is_traced_once_for_each_branch():

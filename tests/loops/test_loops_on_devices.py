@@ -16,25 +16,6 @@ import torchpmap as tp
 pytestmark = pytest.mark.usefixtures("pool")
 
 A = torch.tensor([2.0, -1.0, 2.5, -0.5])
-RING = [(0, 1), (1, 2), (2, 3), (3, 0)]
-
-
-def test_backward_through_a_ring(mode):
-    def ring(x):
-        return tp.scan(lambda c, _: (tp.ppermute(c, "i", RING) * x, None), x, None, length=3)[0]
-
-    def gradient(f):
-        x = A.clone().requires_grad_()
-        (f(x) ** 2).sum().backward()
-        return x.grad
-
-    def ringed(rows):
-        carry = rows
-        for _ in range(3):
-            carry = carry.roll(1) * rows
-        return carry
-
-    check(gradient(tp.pmap(ring, "i", compile=mode)), gradient(ringed))
 
 
 @pytest.mark.parametrize("mode", [GRAPH, False, COMPILED])
@@ -185,26 +166,17 @@ def test_a_print_in_a_branch_that_only_some_devices_take(axis_name, capfd):
         assert both(x).tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-def test_unroll_puts_the_steps_into_the_graph():
-    def nodes(unroll):
-        def program(xs):
-            return tp.scan(lambda c, x: (c * x, None), torch.ones(()), xs, unroll=unroll)[0]
+def test_the_graph_does_not_grow_with_the_length_unless_steps_are_unrolled():
+    def nodes(length, unroll=1):
+        def program(x):
+            return tp.scan(lambda c, _: (torch.sin(c), c), x, None, length=length, unroll=unroll)
 
-        lowered = tp.pmap(program, compile=GRAPH).lower(A[None])
+        lowered = tp.pmap(program, compile=GRAPH).lower(torch.ones(1))
         return [str(node.target) for node in lowered.graph.graph.nodes]
 
-    assert "scan" in nodes(1)
-    assert "scan" not in nodes(True)
-
-
-def test_the_graph_does_not_grow_with_the_length():
-    def nodes(length):
-        def program(x):
-            return tp.scan(lambda c, _: (torch.sin(c), c), x, None, length=length)
-
-        return len(tp.pmap(program, compile=GRAPH).lower(torch.ones(1)).graph.graph.nodes)
-
-    assert nodes(10) == nodes(1000)
+    assert "scan" in nodes(10)
+    assert len(nodes(10)) == len(nodes(1000))
+    assert "scan" not in nodes(10, unroll=True)
 
 
 @pytest.mark.parametrize(("length", "num_loops"), [(20, 0), (1001, 1)])

@@ -131,13 +131,3 @@ def test_reverse_mode_through_loops_of_unknown_length_is_refused(name):
     for run in (REVERSE[name], tp.pmap(REVERSE[name], in_axes=None, axis_size=1, compile=GRAPH)):
         with pytest.raises(ValueError, match=r"reverse-mode differentiation .* Use scan"):
             run(N)
-
-
-def test_a_write_to_what_was_made_outside_of_the_body():
-    def program(x):
-        total = x * 0
-        tp.scan(lambda c, _: (c, total.add_(1)), x, None, length=3)
-        return total
-
-    with pytest.raises(RuntimeError, match="in the body of a loop or branch"):
-        tp.pmap(program, compile=GRAPH)(X)

@@ -91,6 +91,9 @@ def test_placement_is_that_of_shard_batch():
     assert mask.tolist() == [[True] * 3] * 2
     (total,) = tp.prefetch([torch.arange(3)], put=lambda x: x.sum())
     assert total.item() == 3
+    with tp.debug.fake_pmap():
+        (rows, mask), *_ = tp.prefetch([torch.arange(6), torch.arange(4)], stacked=True)
+    assert type(rows) is type(mask) is torch.Tensor
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -159,12 +162,6 @@ def test_batches_are_placed_while_others_are_traced(pool):
     assert totals == [length * (length - 1) / 2 for length in lengths]
 
 
-def test_in_one_process():
-    with tp.debug.fake_pmap():
-        (rows, mask), *_ = tp.prefetch([torch.arange(6), torch.arange(4)], stacked=True)
-    assert type(rows) is type(mask) is torch.Tensor
-
-
 def test_grad_mode_of_the_loop():
     w = torch.ones(4, requires_grad=True)
     loader = (2 * w for _ in range(3))
@@ -194,39 +191,32 @@ def test_errors_of_the_loader_come_in_their_place(size, place, kind):
     assert seen == (taken if kind is ValueError else taken[: len(seen)])
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_batches_that_cannot_be_cut(place):
-    loader = numbered(3)
-    loader[place] = torch.tensor(1.0)
-    with pytest.raises(ValueError, match=re.escape("shard_batch: batch is a number (no dims)")):
-        list(tp.prefetch(loader))
+def ends_at(place):
+    return lambda x: next(iter([])) if x[0] == place else x
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_an_end_that_is_none(place):
-    def put(x):
-        return next(iter([])) if x[0] == place else x
-
-    with pytest.raises(RuntimeError, match="prefetch: put raised StopIteration"):
-        list(tp.prefetch(numbered(4), put=put))
+def with_a_number(place):
+    return [*numbered(place), torch.tensor(1.0)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "text"),
-    [
-        ((3,), TypeError, "prefetch takes an iterable of batches, but got a int."),
-        (([], 0), ValueError, "prefetch: size must be an int of at least 1, not 0."),
-        (([], 2.0), ValueError, "prefetch: size must be an int of at least 1, not 2.0."),
-    ],
-)
-def test_misuse(arguments, kind, text):
+MISUSE = [
+    (lambda: tp.prefetch(3), TypeError, "prefetch takes an iterable of batches, but got a int."),
+    (lambda: tp.prefetch([], 0), ValueError, "prefetch: size must be an int of at least 1, not 0."),
+    (lambda: tp.prefetch([], 2.0), ValueError,
+     "prefetch: size must be an int of at least 1, not 2.0."),
+    *((lambda place=place: list(tp.prefetch(with_a_number(place))), ValueError,
+       "shard_batch: batch is a number (no dims)") for place in (0, 2)),
+    *((lambda place=place: list(tp.prefetch(numbered(4), put=ends_at(place))), RuntimeError,
+       "prefetch: put raised StopIteration") for place in (0, 2)),
+    (lambda: tp.pmap(lambda x: list(tp.prefetch([x])), compile=EAGER)(torch.ones(4)), RuntimeError,
+     "prefetch was called inside a mapped function"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), MISUSE)
+def test_misuse(call, kind, text):
     with pytest.raises(kind, match=re.escape(text)):
-        tp.prefetch(*arguments)
-
-
-def test_it_is_not_for_mapped_functions():
-    with pytest.raises(RuntimeError, match="prefetch was called inside a mapped function"):
-        tp.pmap(lambda x: list(tp.prefetch([x])), compile={"backend": "eager"})(torch.ones(4))
+        call()
 
 
 # Ends ---------------------------------------------------------------------------------------------

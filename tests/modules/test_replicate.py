@@ -8,10 +8,12 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from _support import close, gradients
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks as HOOKS
 
 import torchpmap as tp
+from torchpmap import P
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -42,6 +44,10 @@ def test_a_module_is_changed_in_place_and_returned():
     assert all(p.is_fully_replicated and p.requires_grad for p in module.parameters())
     assert not any(buffer.requires_grad for buffer in module.buffers())
     equal(module, make())
+    before = list(module.parameters())
+    torch.optim.SGD(module.parameters(), lr=0.1)
+    tp.replicate(module)
+    assert all(x is y for x, y in zip(module.parameters(), before, strict=True))
 
 
 def test_some_devices():
@@ -50,14 +56,6 @@ def test_some_devices():
     assert module[0].weight.devices() == set(tp.devices()[:2])
     tp.replicate(module)
     assert module[0].weight.devices() == set(tp.devices())
-
-
-def test_what_is_there_already_stays():
-    module = tp.replicate(make())
-    before = list(module.parameters())
-    torch.optim.SGD(module.parameters(), lr=0.1)
-    tp.replicate(module)
-    assert all(x is y for x, y in zip(module.parameters(), before, strict=True))
 
 
 def test_frozen_parameters_and_gradients_stay():
@@ -87,25 +85,24 @@ class Tied(nn.Module):
         return self.head(self.embedding(x)) * self.scale
 
 
-def test_tied_weights_stay_tied():
-    torch.manual_seed(0)
-    plain = Tied()
-    module = tp.replicate(copy.deepcopy(plain))
-    assert module.head.weight is module.embedding.weight
-    assert module.scale is module.other_scale
-    assert list(module.state_dict()) == ["scale", "other_scale", "embedding.weight", "head.weight"]
-    x = torch.arange(8) % 5
-    module(tp.shard_batch(x)).sum().backward()
-    plain(x).sum().backward()
-    torch.testing.assert_close(module.head.weight.grad.cpu(), plain.head.weight.grad)
+def weight_normed():
+    return nn.Sequential(nn.Embedding(5, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
 
 
-def test_parametrizations_stay():
+@pytest.mark.parametrize("kind", [Tied, weight_normed])
+def test_tied_weights_and_parametrizations_stay(kind):
     torch.manual_seed(0)
-    plain = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
-    module = tp.replicate(copy.deepcopy(plain))
-    assert nn.utils.parametrize.is_parametrized(module, "weight")
-    torch.testing.assert_close(module(tp.shard_batch(X)).cpu(), plain(X))
+    plain = kind()
+    module, x = tp.replicate(copy.deepcopy(plain)), torch.arange(8) % 5
+    if kind is Tied:
+        assert module.head.weight is module.embedding.weight
+        assert module.scale is module.other_scale
+    assert list(module.state_dict()) == list(plain.state_dict())
+    result, expected = module(tp.shard_batch(x)), plain(x)
+    torch.testing.assert_close(result.cpu(), expected)
+    result.sum().backward()
+    expected.sum().backward()
+    close(gradients(module), gradients(plain))
 
 
 def test_state_dicts_load_both_ways():
@@ -212,37 +209,6 @@ def test_a_state_that_stays_on_the_host_gives_the_same_numbers():
         assert result == pytest.approx(clipped_step(plain, theirs, X), rel=1e-4)
 
 
-def test_evaluation_and_copies():
-    module = tp.replicate(make()).eval()
-    twin = copy.deepcopy(module)
-    assert on_devices(twin)
-    x = tp.shard_batch(X)
-    torch.testing.assert_close(twin(x).cpu(), make().eval()(X))
-    assert not twin.training
-
-
-def test_an_optimizer_of_the_old_parameters_is_an_error():
-    module = make()
-    optimizer = torch.optim.AdamW(module.parameters())
-    message = (
-        "replicate(Sequential) makes new parameters, but an optimizer, AdamW, holds those that the "
-        "module has now. Place the module first, then make the optimizer."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        tp.replicate(module)
-    del optimizer
-    tp.replicate(module)
-
-
-def test_a_lazy_module_is_an_error():
-    message = (
-        "replicate(Sequential): 0.weight belongs to a lazy module and has no shape yet. Run the "
-        "module once on a batch, then place it."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        tp.replicate(nn.Sequential(nn.LazyLinear(3)))
-
-
 def test_a_training_step_leaves_no_tensor_to_the_garbage_collector():
     """Memory of the devices would wait for it, and it does not see how much that is."""
     module = tp.replicate(nn.Sequential(*make(), nn.Dropout()))
@@ -293,19 +259,6 @@ def test_weights_that_two_modules_share_stay_shared_in_one_pool():
     assert tp.replicate(last).weight.tolist() == expected
 
 
-def test_an_optimizer_of_parameters_that_were_replaced_raises():
-    module = nn.Linear(4, 2)
-    groups = list(module.parameters())
-    tp.replicate(module)
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    with pytest.raises(
-        RuntimeError,
-        match=r"^SGD holds a parameter \[2, 4\] that replicate or shard_module has replaced, so a "
-        r"step would not change the module\. Collect the parameters afterwards\.$",
-    ):
-        optimizer.step()
-
-
 def test_optimizers_are_watched_while_a_replaced_tensor_is_alive():
     gc.collect()
     before = len(HOOKS)
@@ -333,9 +286,12 @@ def test_objects_are_searched_for_optimizers_only_if_something_else_has_a_parame
     assert held.shape == (6, 4)
 
 
-def test_a_pickled_module_has_parameters():
+def test_copies_and_pickles_are_modules():
     module = tp.replicate(make())
     module[1].weight.requires_grad_(False)
+    twin = copy.deepcopy(module).eval()
+    assert on_devices(twin)
+    torch.testing.assert_close(twin(tp.shard_batch(X)).cpu(), make().eval()(X))
     twin = pickle.loads(pickle.dumps(module))
     for name, parameter in twin.named_parameters():
         assert type(parameter) is nn.Parameter
@@ -354,9 +310,6 @@ def test_writes_to_rows_of_a_module_are_seen():
         for number, row in enumerate(each[3].weight.detach()):
             row.mul_(number)
     equal(module, plain)
-
-
-# Modules that gather ------------------------------------------------------------------------------
 
 
 def test_a_module_that_gathers_says_so_once():
@@ -381,23 +334,20 @@ def test_a_module_that_gathers_says_so_once():
     nn.Softmax(0)(x)  # it has nothing on the devices
 
 
-# -- shard_module ----------------------------------------------------------------------------------
-
-
 def test_parameters_lie_as_their_names_say():
     layer = nn.Linear(4, 4)
     model = nn.Sequential(layer, nn.BatchNorm1d(4), layer, nn.Linear(4, 8))
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     model[3].weight.grad = torch.ones(8, 4)
     mesh = tp.make_mesh((2, 2), ("x", "y"))
-    specs = {r"^3\.weight": tp.P("x", "y"), "weight": tp.P("y"), "running_": tp.P("x")}
+    specs = {r"^3\.weight": P("x", "y"), "weight": P("y"), "running_": P("x")}
     with tp.set_mesh(mesh):
         assert tp.shard_module(model, specs) is model
     found = {name: value.sharding.spec for name, value in model.state_dict().items()}
-    assert found["3.weight"] == model[3].weight.grad.sharding.spec == tp.P("x", "y")
-    assert found["0.weight"] == found["1.weight"] == tp.P("y")
-    assert found["1.running_mean"] == tp.P("x")
-    assert found["0.bias"] == found["1.num_batches_tracked"] == tp.P()
+    assert found["3.weight"] == model[3].weight.grad.sharding.spec == P("x", "y")
+    assert found["0.weight"] == found["1.weight"] == P("y")
+    assert found["1.running_mean"] == P("x")
+    assert found["0.bias"] == found["1.num_batches_tracked"] == P()
     assert model[0].weight is model[2].weight
     for name, value in model.state_dict().items():
         assert torch.equal(value.cpu(), expected[name])
@@ -406,26 +356,65 @@ def test_parameters_lie_as_their_names_say():
     assert tp.replicate(model)[3].weight.is_fully_replicated
 
 
-def test_what_shard_module_refuses():
-    mesh, model = tp.make_mesh((4,), ("x",)), nn.Sequential(nn.Linear(4, 6))
-    with pytest.raises(
-        ValueError, match=r"^shard_module\(Sequential\) needs a mesh: pass mesh=, or"
-    ):
-        tp.shard_module(model, {"weight": tp.P("x")})
-    with pytest.raises(
-        TypeError, match=r"^shard_module.*: 'weight' must be a P\(...\), but is 'x'"
-    ):
-        tp.shard_module(model, {"weight": "x"}, mesh)
-    with pytest.raises(
-        ValueError, match=r"'up' is found in no name; there are 0.weight, 0.bias\.$"
-    ):
-        tp.shard_module(model, {"up": tp.P("x")}, mesh)
-    with pytest.raises(ValueError, match=r"^shard_module\(Sequential\): 0\.bias: .*evenly divide"):
-        tp.shard_module(model, {"bias": tp.P("x")}, mesh)
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(
-        ValueError, match=r"^shard_module\(Sequential\) makes new parameters, but an"
-    ):
-        tp.shard_module(model, {"weight": tp.P(None, "x")}, mesh)
-    assert type(model[0].weight) is nn.Parameter
-    del optimizer
+def of_old_parameters(place):
+    module = make()
+    optimizer = torch.optim.AdamW(module.parameters())
+    try:
+        place(module)
+    finally:
+        assert type(module[0].weight) is nn.Parameter
+        del optimizer
+        tp.replicate(module)  # which nothing holds any more
+
+
+def step_of_replaced_parameters():
+    module = nn.Linear(4, 2)
+    groups = list(module.parameters())
+    tp.replicate(module)
+    torch.optim.SGD(groups, lr=0.1).step()
+
+
+def by_spec(name, spec, **options):
+    model = nn.Sequential(nn.Linear(4, 6))
+    return tp.shard_module(model, {name: spec}, **({"mesh": tp.make_mesh((4,), ("x",))} | options))
+
+
+NEW = (
+    "Sequential) makes new parameters, but an optimizer, AdamW, holds those that the module has "
+    "now. Place the module first, then make the optimizer."
+)
+REFUSED = {
+    "an optimizer of the old parameters": (
+        lambda: of_old_parameters(tp.replicate), ValueError, f"^{re.escape('replicate(' + NEW)}$"),
+    "and of shard_module": (
+        lambda: of_old_parameters(
+            lambda m: tp.shard_module(m, {"3.weight": P(None, "x")}, tp.make_mesh((2,), ("x",)))),
+        ValueError, f"^{re.escape('shard_module(' + NEW)}$"),
+    "its step": (
+        step_of_replaced_parameters, RuntimeError,
+        r"^SGD holds a parameter \[2, 4\] that replicate or shard_module has replaced, so a "
+        r"step would not change the module\. Collect the parameters afterwards\.$"),
+    "a lazy module": (
+        lambda: tp.replicate(nn.Sequential(nn.LazyLinear(3))), ValueError,
+        r"^replicate\(Sequential\): 0\.weight belongs to a lazy module and has no shape yet\. Run "
+        r"the module once on a batch, then place it\.$"),
+    "no mesh": (
+        lambda: by_spec("weight", P("x"), mesh=None), ValueError,
+        r"^shard_module\(Sequential\) needs a mesh: pass mesh=, or"),
+    "no spec": (
+        lambda: by_spec("weight", "x"), TypeError,
+        r"^shard_module.*: 'weight' must be a P\(...\), but is 'x'"),
+    "no such name": (
+        lambda: by_spec("up", P("x")), ValueError,
+        r"'up' is found in no name; there are 0.weight, 0.bias\.$"),
+    "uneven": (
+        lambda: by_spec("bias", P("x")), ValueError,
+        r"^shard_module\(Sequential\): 0\.bias: .*evenly divide"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    call, error, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        call()

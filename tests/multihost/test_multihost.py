@@ -1,6 +1,4 @@
-"""Covers: torchpmap.multihost with a single process, where nothing is sent (with several:
-test_torchrun.py).
-"""
+"""Covers: torchpmap.multihost of a single process (of several: test_torchrun.py)."""
 
 import re
 
@@ -18,18 +16,14 @@ def doubled(pool):
     return tp.pmap(lambda x: x * 2, compile=False)(torch.arange(4.0))
 
 
-def test_barrier_returns():
-    assert multihost.barrier() is None
-    assert multihost.barrier("with a name") is None
-
-
-def test_broadcast_gives_new_values_of_the_same_kinds():
+def test_broadcast_gives_new_values_of_the_same_kinds(doubled):
     weight = torch.ones(2, requires_grad=True)
     array = np.arange(3)
     given = {"w": weight, "a": array, "name": "x", "none": None, "c": torch.tensor(1 + 2j).conj()}
-    got = multihost.broadcast(given)
-    assert list(got) == list(given)
-    assert type(got["w"]) is torch.Tensor
+    got = multihost.broadcast(given | {"doubled": doubled})
+    assert list(got) == [*given, "doubled"]
+    assert type(got["w"]) is type(got["doubled"]) is torch.Tensor
+    assert got["doubled"].tolist() == [0, 2, 4, 6]
     assert not got["w"].requires_grad
     assert isinstance(got["a"], np.ndarray)
     assert (got["name"], got["none"], got["c"].item()) == ("x", None, 1 - 2j)
@@ -39,37 +33,21 @@ def test_broadcast_gives_new_values_of_the_same_kinds():
     assert array.tolist() == [0, 1, 2]
 
 
-def test_broadcast_of_a_sharded_tensor_is_its_value(doubled):
-    got = multihost.broadcast(doubled)
-    assert type(got) is torch.Tensor
-    assert got.tolist() == [0, 2, 4, 6]
-
-
-def test_all_gather_stacks_one_process():
+def test_all_gather_stacks_one_process(doubled):
     got = multihost.all_gather({"x": torch.ones(2, dtype=torch.int16), "n": 3, "none": None})
-    assert got["x"].tolist() == [[1, 1]]
-    assert got["x"].dtype == torch.int16
-    assert got["n"].tolist() == [3]
-    assert got["none"] is None
-
-
-def test_all_gather_tiled_is_the_identity_and_stacks_numbers():
+    assert (got["x"].tolist(), got["x"].dtype) == ([[1, 1]], torch.int16)
+    assert (got["n"].tolist(), got["none"]) == ([3], None)
     rows = np.arange(6).reshape(3, 2)
     got = multihost.all_gather((rows, 3.5), tiled=True)
     assert got[0].tolist() == rows.tolist()
     assert got[1].tolist() == [3.5]
-
-
-def test_all_gather_of_a_result(doubled):
     assert multihost.all_gather(doubled).tolist() == [[0, 2, 4, 6]]
     assert multihost.all_gather(doubled, tiled=True).tolist() == [0, 2, 4, 6]
 
 
-def test_assert_equal_of_one():
+def test_what_sends_nothing_returns():
+    assert multihost.barrier() is multihost.barrier("with a name") is None
     multihost.assert_equal({"x": torch.tensor(float("nan")), "s": "text"}, "never shown")
-
-
-def test_local_rows_of_one_is_the_tree():
     tree = {"x": torch.arange(5), "y": (np.ones((2, 3)), None)}
     assert multihost.local_rows(tree) is tree
 

@@ -2,6 +2,7 @@
 
 import torch
 import torch.utils._pytree as pytree
+from _support import close
 
 NUM_STEPS = 7  # RAdam changes its rule at the sixth
 
@@ -52,8 +53,7 @@ def run(init, update, params, grads):
 def assert_equal(params, expected, name=""):
     # Muon rounds to bfloat16 in each of its five matrix products.
     tolerance = {"rtol": 0, "atol": 0.03} if name == "Muon" else {"rtol": 1e-5, "atol": 2e-6}
-    for leaf, other in zip(tensors(params), expected, strict=True):
-        torch.testing.assert_close(leaf.cpu(), other, **tolerance)
+    close(tensors(params), expected, **tolerance)
 
 
 def members(name, count, **options):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from _problems import assert_equal, members, problem, run, tensors, tree_map, with_torch
-from _support import EAGER
+from _support import EAGER, close
 
 import torchpmap as tp
 
@@ -121,9 +121,6 @@ def test_dtypes_are_kept(dtype):
     assert [(x.shape, x.dtype) for x in pytree.tree_leaves((after, later))] == kinds
 
 
-# What is left over --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mapped", [False, True])
 @each
 def test_flush_steps_with_the_mean_of_what_is_left(name, mapped):
@@ -142,8 +139,7 @@ def test_flush_steps_with_the_mean_of_what_is_left(name, mapped):
     params, state = run(optimizer.init, lambda *args: update(*args, *rows), params, grads)
     for _ in range(2):  # the second time there is nothing left
         params, state = flush(state, params, *rows)
-        for mine, theirs in zip(tensors(params), expected, strict=True):
-            torch.testing.assert_close(mine.cpu(), theirs)
+        close(tensors(params), expected)
         assert {int(state[k]["accumulated_calls"]) for k in ("w",)} == {0}
 
 

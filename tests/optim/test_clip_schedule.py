@@ -6,12 +6,10 @@ import re
 
 import pytest
 import torch
-from _support import COMPILED, EAGER
+from _support import COMPILED, EAGER, close
 from torch.optim import lr_scheduler
 
 import torchpmap as tp
-
-# clip_grad_norm -----------------------------------------------------------------------------------
 
 TREES = {
     "tree": {"w": torch.arange(6.0).reshape(2, 3), "rest": [torch.tensor(-2.0), None]},
@@ -40,8 +38,7 @@ def with_torch(tree, max_norm, norm_type):
 
 def assert_same(results, expected, **tolerance):
     (clipped, norm), (theirs, their_norm) = results, expected
-    for mine, other in zip([*leaves_of(clipped), norm], [*theirs, their_norm], strict=True):
-        torch.testing.assert_close(mine.cpu(), other, equal_nan=True, **tolerance)
+    close([*leaves_of(clipped), norm], [*theirs, their_norm], **tolerance)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1, float("inf")])
@@ -93,8 +90,6 @@ def test_what_cannot_be_clipped(grads, text):
     with pytest.raises(TypeError, match=re.escape(text)):
         tp.optim.clip_grad_norm(grads, 1.0)
 
-
-# schedule -----------------------------------------------------------------------------------------
 
 S = lr_scheduler
 NUM_STEPS = 12

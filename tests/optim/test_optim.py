@@ -39,27 +39,24 @@ CASES = [
     ("Adafactor", {"lr": 0.1}),
     ("Muon", {"lr": 0.1}),
 ]
-ITEM = "torch 2.13 reads values with .item(), which vmap cannot do"
+
+
 IDS = [f"{name}-{'-'.join(k for k in options if k != 'lr')}".rstrip("-") for name, options in CASES]
 
 each = pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 
 
-in_vmap = pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        pytest.param(*case, marks=pytest.mark.xfail(reason=ITEM) if case[0] == "Adafactor" else ())
-        for case in CASES
-    ],
-    ids=IDS,
-)
+FAILS = pytest.mark.xfail(reason="torch 2.13 reads values with .item(), which vmap cannot do")
+FAILS = pytest.mark.xfail(reason="torch 2.13 reads values with .item(), which vmap cannot do")
+MEMBERS = [
+    pytest.param(*case, marks=FAILS if case[0] == "Adafactor" else (), id=name)
+    for case, name in zip(CASES, IDS, strict=True)
+]
+in_vmap = pytest.mark.parametrize(("name", "options"), MEMBERS)
 
 
 def functional(name, options):
     return tp.optim.functional(getattr(torch.optim, name), **options)
-
-
-# The same numbers as torch.optim, in every mode ---------------------------------------------------
 
 
 @each
@@ -111,27 +108,32 @@ def test_data_parallel(pool, compiled, changing, name, options):
         assert len(traces) == (2 if options.get("dampening") else 1)
 
 
-@pytest.mark.inductor
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def on_two_devices(f):
+    """The vmap of a function for four members, two on each device."""
+
+    def run(*trees):
+        cut = tree_map(lambda x: x.unflatten(0, (2, 2)), trees)
+        results = tp.pmap(tp.vmap(f), compile=EAGER)(*cut)
+        return tree_map(lambda x: x.flatten(0, 1), results)
+
+    return run
+
+
+ON_DEVICES = pytest.param("RAdam on devices", {"lr": 0.1}, id="on devices")
+
+
+@pytest.mark.parametrize(("name", "options"), [*MEMBERS, ON_DEVICES])
 @pytest.mark.parametrize("pool", [2], indirect=True)
-def test_with_inductor(pool, name):
-    options = {"lr": 0.1, **({"momentum": 0.9} if name == "SGD" else {})}
-    params, grads = problem(name)
+def test_ensemble(pool, name, options):
+    mapped = on_two_devices if "devices" in name else tp.vmap
+    name = name.split()[0]
+    params, grads, problems = members(name, 4)
     optimizer = functional(name, options)
-    f = tp.pmap(optimizer.update, in_axes=(None, None, None), out_axes=None, axis_size=2)
-    out, _ = run(optimizer.init, f, params, grads)
-    assert_equal(out, with_torch(name, options, params, grads)[0])
-
-
-@in_vmap
-def test_ensemble(name, options):
-    params, grads, problems = members(name, 3)
-    optimizer = functional(name, options)
-    out, state = run(tp.vmap(optimizer.init), tp.vmap(optimizer.update), params, grads)
+    out, state = run(mapped(optimizer.init), mapped(optimizer.update), params, grads)
     for k, (member, gradients) in enumerate(problems):
         expected, _ = with_torch(name, options, member, gradients)
         assert_equal(tree_map(lambda x, k=k: x[k], out), expected, name)
-    assert all(leaf.shape[0] == 3 for leaf in tensors(state))
+    assert all(leaf.shape[0] == 4 for leaf in tensors(state))
 
 
 @in_vmap
@@ -144,20 +146,6 @@ def test_batched_gradients_of_shared_parameters(name, options):
     for k in range(3):
         expected, _ = with_torch(name, options, params, [grads[k]])
         assert_equal(tree_map(lambda x, k=k: x[k], out), expected, name)
-
-
-@pytest.mark.parametrize("pool", [2], indirect=True)
-def test_ensembles_on_devices(pool):
-    stacked, gradients, problems = members("RAdam", 4)
-    params, *grads = (
-        tree_map(lambda x: x.unflatten(0, (2, 2)), tree) for tree in (stacked, *gradients)
-    )
-    optimizer = functional("RAdam", {"lr": 0.1})
-    init, update = (tp.pmap(tp.vmap(f), compile=EAGER) for f in (optimizer.init, optimizer.update))
-    out, _ = run(init, update, params, grads)
-    for k, (member, gradients) in enumerate(problems):
-        expected, _ = with_torch("RAdam", {"lr": 0.1}, member, gradients)
-        assert_equal(tree_map(lambda x, k=k: x[divmod(k, 2)], out), expected)
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD", "RAdam", "Adagrad"])
@@ -198,9 +186,6 @@ def test_dtypes(name, dtype):
         torch.testing.assert_close(leaf[0], other, **tolerance)
     kinds = {leaf.dtype for leaf in tensors(optimizer.init(params))}
     assert {leaf.dtype for leaf in tensors(state)} == kinds
-
-
-# Hyperparameters ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Adadelta", "RMSprop", "Adagrad"])
@@ -251,9 +236,6 @@ def test_what_the_function_closes_over_is_never_stale(pool):
     assert f(ones, ones).tolist() == [[0.5] * 3] * 2
     rate = 0.25
     assert f(ones, ones).tolist() == [[0.75] * 3] * 2
-
-
-# State --------------------------------------------------------------------------------------------
 
 
 def test_update_in_a_loop(pool):
@@ -347,13 +329,15 @@ def test_optimizers_that_are_not_torchs(pool, mode):
     theirs, _ = with_torch(Lion, {}, params, grads)
     optimizer = tp.optim.functional(Lion)
     assert tensors(optimizer.init(params)) == []
-    out, state = run(optimizer.init, optimizer.update, params, grads)
-    assert_equal(out, theirs)
-    assert state["w"]["steps"] == NUM_STEPS
     f = tp.pmap(optimizer.update, in_axes=None, out_axes=None, axis_size=2, compile=mode)
-    out, state = run(optimizer.init, f, params, grads)
-    assert_equal(out, theirs)
-    assert state["w"]["steps"] == NUM_STEPS
+    for update in (optimizer.update, f):
+        out, state = run(optimizer.init, update, params, grads)
+        assert_equal(out, theirs)
+        assert state["w"]["steps"] == NUM_STEPS
+    params, grads = torch.ones(2, 3), torch.tensor([[1.0] * 3, [-1.0] * 3])
+    out, state = run(tp.vmap(optimizer.init), tp.vmap(optimizer.update), params, [grads, grads])
+    torch.testing.assert_close(out, torch.tensor([[0.85] * 3, [1.15] * 3]))
+    assert state["steps"].tolist() == [2, 2]
 
 
 def test_arguments_survive_optimizers_that_write_to_gradients():
@@ -370,14 +354,6 @@ def test_arguments_survive_optimizers_that_write_to_gradients():
     assert (grads.tolist(), params.tolist()) == ([5.0, -5.0], [0.0, 0.0])
 
 
-def test_optimizers_that_are_not_torchs_in_vmap():
-    params, grads = torch.ones(2, 3), torch.tensor([[1.0] * 3, [-1.0] * 3])
-    optimizer = tp.optim.functional(Lion)
-    out, state = run(tp.vmap(optimizer.init), tp.vmap(optimizer.update), params, [grads, grads])
-    torch.testing.assert_close(out, torch.tensor([[0.85] * 3, [1.15] * 3]))
-    assert state["steps"].tolist() == [2, 2]
-
-
 def test_a_specification_of_the_parameters_fits_the_state():
     params = {"w": torch.ones(2, 3), "b": torch.ones(4)}
     axes = {"w": 0, "b": None}
@@ -388,8 +364,6 @@ def test_a_specification_of_the_parameters_fits_the_state():
     torch.testing.assert_close(out, {"w": torch.full((2, 3), 0.9), "b": torch.full((4,), 0.9)})
     assert [state[k]["step"].tolist() for k in "wb"] == [[1.0, 1.0], 1.0]
 
-
-# Gradients through the step -----------------------------------------------------------------------
 
 OTHERS = ["Adam", "RMSprop", "Adagrad", "NAdam", "RAdam", "ASGD", "Adadelta", "Adamax"]
 DIFFERENTIABLE = [("SGD", {"momentum": 0.9}), *((name, {}) for name in OTHERS)]

@@ -9,6 +9,7 @@ import gc
 import pytest
 import torch
 from _support import EAGER, mostly_long, running_pool
+from torch.autograd import forward_ad
 
 import torchpmap as tp
 from torchpmap._runtime.current import runtime
@@ -120,9 +121,6 @@ def test_transforms(program, transform):
     same(transform(mapped)(Y), transform(whole)(Y))
 
 
-# What is differentiated --------------------------------------------------------------------------
-
-
 def test_trees_integers_and_none(mode):
     def f(tree, k):
         return {"y": tree["a"] * k, "n": None, "k": k + 1, "b": tree["b"]}
@@ -212,21 +210,12 @@ def test_sharded_arguments_get_sharded_gradients(mode):
     same(x.grad, 2 * Y)
 
 
-def test_checkpoint(mode):
-    mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
-    x = X.clone().requires_grad_()
-    torch.utils.checkpoint.checkpoint(mapped, x, use_reentrant=False).sum().backward()
-    same(x.grad, torch.func.grad(lambda x: (x.sin() * (x**2).sum()).sum())(X))
-
-
 def test_forward_mode_of_torch(mode):
-    from torch.autograd import forward_ad
-
     mapped = tp.pmap(scaled_by_the_sum, ROWS, compile=mode)
     tangent = torch.tensor([1.0, 0.5, -1.0, 2.0])
+    expected = torch.func.jvp(lambda x: x.sin() * (x**2).sum(), (X,), (tangent,))[1]
     with forward_ad.dual_level():
         _, got = forward_ad.unpack_dual(mapped(forward_ad.make_dual(X, tangent)))
-    expected = torch.func.jvp(lambda x: x.sin() * (x**2).sum(), (X,), (tangent,))[1]
     same(got, expected)
 
 
@@ -244,16 +233,6 @@ def test_forward_mode_through_results_without_derivatives(mode):
     for transform in (torch.func.jacfwd, torch.func.hessian):
         got, expected = (transform(lambda x, f=f: weighted(f, x))(X) for f in (mapped, whole))
         same(got, expected)
-
-
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of X
-def test_linearize(mode):
-    tangent = torch.tensor([1.0, 0.5, -1.0, 2.0])
-    _, push = torch.func.linearize(tp.pmap(scaled_by_the_sum, ROWS, compile=mode), X)
-    same(push(tangent), torch.func.jvp(lambda x: x.sin() * (x**2).sum(), (X,), (tangent,))[1])
-
-
-# How --------------------------------------------------------------------------------------------
 
 
 def test_the_forward_pass_is_not_computed_again():
@@ -403,8 +382,6 @@ def test_batches_seen_by_transforms_are_contiguous():
     assert seen == [(3, 1)]
     same(got, torch.ones(2, 5, 4, 3).sin())
 
-
-# Derivatives of derivatives of derivatives -------------------------------------------------------
 
 JACOBIANS = {"F": torch.func.jacfwd, "R": torch.func.jacrev}
 

@@ -46,18 +46,13 @@ def test_values_count_on_their_devices(before):
     whole = tp.replicate(torch.zeros(6, dtype=torch.float64))
     alone = tp.device_put(torch.zeros(3, dtype=torch.int8), tp.devices()[2])
     assert more(before) == [88, 88, 91, 88]
-    del rows, whole, alone
-    assert more(before) == [0] * 4
-
-
-def test_results_and_copies(before):
-    x = tp.device_put(torch.zeros(4, 10), tp.devices())
-    y = tp.pmap(lambda x: (x * 2, x.sum()), compile=EAGER)(x)
-    twin = x.clone()  # values are immutable: it is the same one
+    del whole, alone
+    results = tp.pmap(lambda x: (x * 2, x.sum()), compile=EAGER)(rows)
+    twin = rows.clone()  # values are immutable: it is the same one
     assert more(before) == [40 + 40 + 4] * 4
-    x.delete()
+    rows.delete()
     assert more(before) == [84] * 4
-    del twin, y
+    del twin, results
     assert more(before) == [0] * 4
 
 
@@ -102,8 +97,5 @@ def test_after_a_worker_has_died():
 def test_where_there_are_no_devices():
     with tp.debug.fake_pmap():
         assert tp.memory_stats() == {}
-
-
-def test_inside_a_mapped_function():
     with pytest.raises(RuntimeError, match="memory_stats was called inside a mapped function"):
         tp.pmap(lambda x: (tp.memory_stats(), x)[1], compile=EAGER)(torch.zeros(4))

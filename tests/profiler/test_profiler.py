@@ -164,39 +164,37 @@ def test_other_threads_have_lines_of_their_own(mapped, traced):
     assert len(named(tracks[DEVICES[0]], "running step")) == 1
 
 
+def on_a_grid(f):
+    grid = tp.pmap(tp.pmap(f, "cols", compile=EAGER), "rows", compile=EAGER)
+    return lambda: grid(torch.ones(2, 2, 10))
+
+
+EITHER = "all_reduce over cols or rows, 40 B"
+COLLECTIVES = {
+    "of a function that is gone": (
+        lambda: tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)(X),
+        ["all_reduce over i, 40 B"]),
+    "of several axes": (
+        on_a_grid(lambda x: (
+            tp.psum(x, "rows"), tp.psum(x[:5], "cols"), tp.pmax(x[:3], ("rows", "cols")))),
+        ["all_reduce over cols, 20 B", "all_reduce over rows, 40 B",
+         "all_reduce over rows, cols, 12 B"]),
+    "equal ones": (  # which is which cannot be told, so both are named
+        on_a_grid(lambda x: (tp.psum(x, "rows"), tp.psum(x * 2, "cols"))), [EITHER, EITHER]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_names_of_collectives(traced, name):
+    call, expected = COLLECTIVES[name]
+    assert sorted(collectives(traced(call)[DEVICES[3]])) == expected
+
+
 def test_details_of_collectives(mapped, traced):
     mapped(W, X)  # the plan may be older than the trace
     (event, _) = (e for e in traced(mapped, W, X)[DEVICES[1]] if e.get("cat") == "collective")
     assert (event["args"]["axis"], event["args"]["bytes"]) == ("i", 40)
     assert event["args"]["Input Dims"][0] == [10]
-
-
-def test_a_function_that_is_gone_before_the_file_is_written(traced):
-    tracks = traced(lambda: tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)(X))
-    assert collectives(tracks[DEVICES[0]]) == ["all_reduce over i, 40 B"]
-
-
-def test_collectives_of_several_axes(traced):
-    def f(x):
-        return tp.psum(x, "rows"), tp.psum(x[:5], "cols"), tp.pmax(x[:3], ("rows", "cols"))
-
-    grid = tp.pmap(tp.pmap(f, "cols", compile=EAGER), "rows", compile=EAGER)
-    assert sorted(collectives(traced(grid, torch.ones(2, 2, 10))[DEVICES[3]])) == [
-        "all_reduce over cols, 20 B",
-        "all_reduce over rows, 40 B",
-        "all_reduce over rows, cols, 12 B",
-    ]
-
-
-def test_equal_collectives_over_different_axes(traced):
-    """Which is which cannot be told, so both are named."""
-
-    def f(x):
-        return tp.psum(x, "rows"), tp.psum(x * 2, "cols")
-
-    grid = tp.pmap(tp.pmap(f, "cols", compile=EAGER), "rows", compile=EAGER)
-    found = collectives(traced(grid, torch.ones(2, 2, 10))[DEVICES[0]])
-    assert set(found) == {"all_reduce over cols or rows, 40 B"}
 
 
 def test_uncompiled_calls(traced):
@@ -250,9 +248,6 @@ def test_files_stay(tmp_path):
         paths.append(path.name)
     assert paths == ["trace.json", "trace-2.json", "trace-3.json"]
     assert sorted(os.listdir(tmp_path)) == sorted(paths)
-
-
-# ends --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -343,9 +338,6 @@ def test_without_devices(traced):
 def test_inside_a_mapped_function(traced):
     with pytest.raises(RuntimeError, match=r"profiler.trace was called inside a mapped function"):
         tp.pmap(lambda x: traced(torch.sin, x), compile=EAGER)(X)
-
-
-# several hosts -----------------------------------------------------------------------------------
 
 
 def test_clocks_of_hosts():

@@ -109,6 +109,13 @@ OTHER_ROWS: dict[str, tuple[str, Callable[[bool], Any]]] = {
     "numbers_of_rows_of_a_batch": (
         "batch must be the same in all processes",
         lambda other: tp.shard_batch(torch.ones(8 if other else 4))),
+    "batches": (
+        "batch['x'] must be the same in all processes, but rank 1",
+        lambda other: tp.shard_batch({"x": torch.full((4,), float(other))})),
+    "modules": (
+        "module['weight'] must be the same in all processes, but rank 1",
+        lambda other: tp.replicate(
+            torch.nn.Embedding.from_pretrained(torch.full((1, 1), float(other))))),
 }  # fmt: skip
 """The error, and what the processes do; all but the first are another one."""
 
@@ -219,26 +226,17 @@ ROWS = torch.arange(8.0).reshape(4, 2)
 TAKEN: dict[str, Callable[[Any], Any]] = {
     "cat": lambda g: torch.cat([g, g + 1]),
     "cat_with_a_host_tensor": lambda g: torch.cat([torch.ones(1, 2), g]),
-    "cat_of_argmax": lambda g: torch.cat([g.argmax(1), g.argmin(1)]),
     "a_row": lambda g: g[1],
-    "the_last_row": lambda g: g[-1],
     "rows": lambda g: g[1:3],
-    "an_element": lambda g: g[2, 1],
     "merged_dims": lambda g: g.T.reshape(-1),
     "divided_rows": lambda g: g.view(2, 2, 2).transpose(0, 1) * 1,
     "operands_that_are_cut_differently": lambda g: g[:2] * g[:2].T,
     "a_cut_value_added_to_a_whole_one": lambda g: (g.sum(0).expand(4, 2) * 1).add_(g),
     "a_permutation": lambda g: g[torch.tensor([2, 0, 3, 1])],
     "std": lambda g: g.std(),
-    "var_of_columns": lambda g: g.var(0),
     "the_place_of_the_largest": lambda g: g.argmax(),
     "cumsum": lambda g: g.cumsum(0),
-    "softmax_of_columns": lambda g: g.softmax(0),
-    "flip": lambda g: g.flip(0),
-    "roll": lambda g: g.roll(1),
-    "median": lambda g: g.median(),
     "sort": lambda g: g.sort(0, descending=True).values,
-    "places_of_sort": lambda g: g.sin().sort(0).indices,
     "an_inverse": lambda g: torch.linalg.inv(g[:2] + torch.eye(2)),
     "in_place": lambda g: (g * 2).cumsum_(0),
 }

@@ -7,6 +7,8 @@ The global axis has 4 rows in most cases, [0, 1, 2, 3]: 2 ranks with 2 rows each
 measurements of JAX with 2 processes of 2 devices, or 4 ranks with one row each.
 """
 
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -473,3 +475,24 @@ def a_captured_nan_of_one_process():
     is_last = tp.process_index() == tp.process_count() - 1
     w = torch.tensor(float("nan") if is_last else 1.0)
     return _sought(lambda x: x * w, mine(), GRAPH)
+
+
+# -- a recorded call -------------------------------------------------------------------------------
+
+
+def _each_its_part(function):
+    _add(function, lambda rank, count: [[6.0] * (4 // count), part(3 * X, rank, count).tolist()])
+
+
+@_each_its_part
+def recorded_and_replayed():
+    folder = tempfile.mkdtemp()
+    folder = bytes(tp.multihost.broadcast(torch.tensor([*folder.encode()])).tolist()).decode()
+    with tp.debug.record(folder):
+        mapped(lambda x: (tp.psum(x, AXIS), 3 * x), GRAPH)(mine())
+        (path,) = tp.debug.dump()
+    tp.multihost.barrier()  # all parts are written
+    results = tp.debug.replay(path).results
+    tp.multihost.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+    return [each.tolist() for each in results.values()]

@@ -332,25 +332,6 @@ def multihost_local_rows_that_do_not_divide():
 # -- modules ---------------------------------------------------------------------------------------
 
 
-@expect_error(ValueError, "batch['x'] must be the same in all processes, but rank 1")
-def different_batches():
-    tp.shard_batch({"x": torch.full((4,), float(tp.process_index()))})
-
-
-@expect_error(ValueError, "module['bias'] must be the same in all processes, but rank 1")
-def different_modules():
-    module = torch.nn.Linear(1, 1)
-    torch.nn.init.constant_(module.weight, 0.0)
-    torch.nn.init.constant_(module.bias, float(tp.process_index()))
-    tp.replicate(module)
-
-
-@expect_error(ValueError, "what aten.normal_.default draws must be the same in all processes")
-def different_random_fills_of_a_replicated_value():
-    torch.manual_seed(tp.process_index())
-    tp.replicate(torch.zeros(3)).normal_()
-
-
 @expect_same([6.0, 1.5])
 def a_batch_norm_sees_the_rows_of_all_processes():
     norm = tp.replicate(torch.nn.BatchNorm1d(1, momentum=1.0))

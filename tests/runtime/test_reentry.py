@@ -112,15 +112,12 @@ def test_a_call_in_the_middle_of_one_is_refused(name, while_sending):
     assert total(X).tolist() == [6.0] * 4
 
 
-def test_a_value_dropped_in_the_middle_of_a_call(while_sending):
-    assert while_sending(lambda: total(X), VALUES.clear).tolist() == [6.0] * 4
-    assert add(X).tolist() == [1, 2, 3, 4]
-
-
-def test_a_function_dropped_in_the_middle_of_a_call(while_sending):
+def test_values_and_functions_dropped_in_the_middle_of_a_call(while_sending):
     functions = [tp.pmap(lambda x: x * 3, compile=EAGER)]
     functions[0](X).tolist()
-    assert while_sending(lambda: total(X), functions.clear).tolist() == [6.0] * 4
+    for dropped in (VALUES, functions):
+        assert while_sending(lambda: total(X), dropped.clear).tolist() == [6.0] * 4
+    assert add(X).tolist() == [1, 2, 3, 4]
 
 
 def test_shutdown_in_the_middle_of_a_call(while_sending):

@@ -31,12 +31,6 @@ TWO = pytest.mark.parametrize("pool", [2], indirect=True)
 pytestmark = pytest.mark.usefixtures("pool")
 
 
-# -- order and volume ------------------------------------------------------------------------------
-
-
-# -- what the workers hold -------------------------------------------------------------------------
-
-
 @TWO
 def test_value_is_freed_with_its_last_reference(pool):
     """... although no call follows."""
@@ -99,9 +93,6 @@ def test_uncompiled_functions_do_not_pile_up(pool):
     assert max(growth) < 20 << 20, "of 40 MB that were sent"
 
 
-# -- output ----------------------------------------------------------------------------------------
-
-
 @TWO
 def test_output_arrives_whole_before_the_call_returns(pool, capsys):
     def speak(x):
@@ -144,9 +135,6 @@ def test_output_survives_a_broken_stdout(pool, monkeypatch, stream):
     assert speak(torch.ones(2)).tolist() == [1, 1]
 
 
-# -- threads ---------------------------------------------------------------------------------------
-
-
 @TWO
 def test_sources_that_another_thread_adds_while_they_are_looked_through(pool, monkeypatch):
     class Entry(tuple):
@@ -172,9 +160,7 @@ def test_big_transfers_in_both_directions_at_once(pool):
     in_threads(4, work)
 
 
-# -- with four devices, which come last because another number is another pool --------------------
-
-
+# those with four devices come last: another number is another pool
 def test_calls_run_in_the_order_they_were_made():
     def step(x, k):
         return x * 3 + k + tp.psum(x, "i")
@@ -220,9 +206,6 @@ def test_groups_go_with_the_last_plan():
         gc.collect()
         assert wait_for(lambda: shared() == before, 3)
     assert held(x).tolist() == [6] * 4
-
-
-# -- beginning and end -----------------------------------------------------------------------------
 
 
 def test_init_with_the_same_devices_keeps_the_pool():

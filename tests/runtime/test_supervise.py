@@ -299,53 +299,34 @@ class Pool(RuleBasedStateMachine):
     def they_still_drain(self, seconds, begun):
         self.happens(StillDraining(seconds, begun))
 
+    @precondition(lambda self: self.alive and self.tested.phase is not Phase.REBUILDING)
     @rule(data=st.data())
     def call_takes_too_long(self, data):
-        """A failure of its own only if nothing explains it."""
-        if not self.alive:
-            return
+        """A failure of its own only if nothing explains it; who does not obey is ended.
+
+        In REBUILDING it is one of the last epoch, which is no news: TRANSITIONS.
+        """
         rank = data.draw(st.sampled_from(sorted(self.alive)))
         failure = Failed(rank, self.seq + 1, False, b"", "")
-        before = len(self.tested.verdict().failures)
-        # in REBUILDING only calls of the last epoch can be late, which is no news
-        if self.tested.phase is Phase.REBUILDING:
-            assert self.tested.on(Overdue(failure, self.epoch - 1)) == []
-            return
-        is_new = self.tested.phase is Phase.HEALTHY
-        if is_new and not self.closed:
-            self.events.append(failure)
-            self.incidents += 1
-        late = self.tested.unsettled()
+        late, before = self.tested.unsettled(), len(self.tested.verdict().failures)
+        is_new = self.tested.phase is Phase.HEALTHY and not self.closed
         actions = self.tested.on(Overdue(failure, self.epoch))
         recorded = len(self.tested.verdict().failures) - before
-        assert recorded == 1 or not is_new or self.closed
-        if recorded and not is_new:
-            self.events.append(failure)
+        assert recorded or not is_new
+        self.events += [failure] * recorded
+        self.incidents += is_new
         for action in actions:
             assert isinstance(action, Abort | Drain | Cancel)
             if isinstance(action, Drain):
                 self.to_drain, self.to_join = set(self.alive), set()
-        if not is_new and not self.closed and self.tested.phase is Phase.DRAINING and late:
+        if self.tested.phase is Phase.DRAINING and late:
             assert Cancel(failure.seq, late) in actions
+            seconds = self.tested._drained_for + 2
+            assert Kill(late, OVERDUE) in self.tested.on(StillDraining(seconds, (0,) * 4))
 
     @rule()
     def caller_is_interrupted(self):
         self.happens(Impatient())
-
-    @precondition(lambda self: self.tested.phase is Phase.DRAINING and self.to_drain)
-    @rule()
-    def a_late_call_ends_the_wait(self):
-        """Whatever has failed before, the ranks that do not obey are ended."""
-        late = self.tested.unsettled()
-        before = self.tested._drained_for
-        self.call_takes_too_long_on(late[0])
-        assert Kill(late, OVERDUE) in self.tested.on(StillDraining(before + 2, (0,) * 4))
-
-    def call_takes_too_long_on(self, rank):
-        failure = Failed(rank, self.seq + 1, False, b"", "")
-        before = len(self.tested.verdict().failures)
-        self.tested.on(Overdue(failure, self.epoch))
-        self.events += [failure] * (len(self.tested.verdict().failures) - before)
 
     @rule(data=st.data())
     def rank_is_stopped(self, data):

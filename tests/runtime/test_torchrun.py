@@ -12,7 +12,6 @@ import pytest
 import torch
 from _launched import Raised, answers, check, launch
 from _support import mostly_long, names_to_run
-from _torchrun_agreement import DRAWS, PROBABILITIES, seeded
 from _torchrun_values import CASES, GRAPH, Case
 
 import torchpmap as tp
@@ -53,14 +52,6 @@ def test_random_numbers_are_those_of_a_single_controller(results, pool, num_rank
     expected = tp.pmap(lambda x: torch.rand(2) + 0 * x, "i", compile=GRAPH)(torch.zeros(4))
     drawn = torch.cat([got["draw_four"] for got in results(num_ranks)])
     torch.testing.assert_close(drawn, expected.cpu(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("cut", [True, False])
-@pytest.mark.parametrize("name", DRAWS)
-def test_draws_of_a_single_controller_are_those_of_the_host(pool, name, cut):
-    x = tp.shard_batch(PROBABILITIES) if cut else tp.replicate(PROBABILITIES)
-    got = seeded(DRAWS[name], x)
-    torch.testing.assert_close(got.cpu(), seeded(DRAWS[name], PROBABILITIES))
 
 
 def test_the_comparison_can_fail():

@@ -43,6 +43,7 @@ def call(function=total, x=ONE, **options):
 
 barrier = tp.multihost.barrier
 
+
 # -- different programs ----------------------------------------------------------------------------
 
 DIFFERENT = (
@@ -93,15 +94,11 @@ def other_body(rank):
     call(lambda x: tp.psum(scale * x, "i"))
 
 
-@jobs.add(
-    2,
-    differ_in_line(
-        r"rank 0: total\(float32\[1\]\) on 2 devices.*: .*all_reduce.*ranks:0,1",
-        r"rank 1: total\(float32\[1\]\) on 2 devices.*: .*all_reduce.*ranks:1,0",
-    ),
+REVERSED = differ_in_line(
+    r"rank 0: total\(float32\[1\]\) on 2 devices.*: .*all_reduce.*ranks:0,1",
+    r"rank 1: total\(float32\[1\]\) on 2 devices.*: .*all_reduce.*ranks:1,0",
 )
-def other_devices(rank):
-    call(devices=tp.devices() if rank == 0 else tp.devices()[::-1])
+jobs.add(2, REVERSED, "other_devices")(lambda rank: call(devices=tp.devices()[:: 1 - 2 * rank]))
 
 
 def waits_elsewhere(other):
@@ -113,15 +110,12 @@ def waits_elsewhere(other):
     )
 
 
-@jobs.add(2, waits_elsewhere("total(float32[1, 2]) on 2 devices"))
-def other_shape_later(rank):
-    warmed_up()(torch.ones(1, 2) if rank == 1 else torch.ones(1))
-
-
-@jobs.add(2, waits_elsewhere("total(float32[1]), compile=False"))
-def one_untraced_later(rank):
-    sums = warmed_up()
-    call(compile=False) if rank == 1 else sums(ONE)
+jobs.add(2, waits_elsewhere("total(float32[1, 2]) on 2 devices"), "other_shape_later")(
+    lambda rank: warmed_up()(torch.ones(1, 2) if rank else ONE)
+)
+jobs.add(2, waits_elsewhere("total(float32[1]), compile=False"), "one_untraced_later")(
+    lambda rank: (warmed_up(), mapped(compile=False))[rank](ONE)
+)
 
 
 ORDER = (
@@ -452,52 +446,17 @@ def run_nothing(processes):
     assert not any("EXECUTED" in output.splitlines() for output in outputs(processes))
 
 
-def forge(key):
-    """Write to the store, and wait for the other process to read it."""
-
-    def run(rank):
-        tp.init()
-        if rank == 0:
-            barrier("loaded")
-        rendezvous = tp._runtime.current.runtime().rendezvous
-        rendezvous.store.set(key, pickle.dumps(Runs()))
-        if key == "cause":
-            barrier("loaded")
-        while True:
-            rendezvous.raise_cause()
-            time.sleep(0.01)
-
-    return run
-
-
-jobs.add(2, run_nothing, "forged_message")(forge("turn/0,1/0/1"))
-jobs.add(2, run_nothing, "forged_cause")(forge("cause"))
-jobs.add(2, run_nothing, "forged_posting")(forge("waiting/1"))
-
-
 @jobs.add(2, run_nothing)
-def forged_tree(rank):
+def forged_message(rank):
+    """That nothing else reads pickles: tests/test_security.py."""
     tp.init()
     if rank == 0:
-        tp.multihost.broadcast(None, source=1)
-    what = "torchpmap.multihost.broadcast(source=1)"
-    tp._runtime.current.runtime().exchange((0, 1), b"+" + pickle.dumps(Runs()), what)
-    raise ValueError("forged")
-
-
-@jobs.add(2, run_nothing)
-def forged_report(rank):
-    sums = mapped(compile=False)
-    if rank == 0:
-        sums(ONE)
-    runtime = tp._runtime.current.runtime()
-    real = runtime._rendezvous.exchange
-
-    def exchange(ranks, mine, what, *where):
-        return real(ranks, pickle.dumps(Runs()) if what == "total" else mine, what, *where)
-
-    runtime._rendezvous.exchange = exchange
-    sums(ONE)
+        barrier("loaded")
+    rendezvous = tp._runtime.current.runtime().rendezvous
+    rendezvous.store.set("turn/0,1/0/1", pickle.dumps(Runs()))
+    while True:
+        rendezvous.raise_cause()
+        time.sleep(0.01)
 
 
 QUICK = (

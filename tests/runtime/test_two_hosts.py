@@ -69,26 +69,13 @@ def _static(host: int, port: int) -> tuple[str, ...]:
     return f"--node-rank={host}", f"--master-addr={HOSTS[0]}", f"--master-port={port}"
 
 
-def _c10d(host: int, port: int) -> tuple[str, ...]:
-    return (
-        "--rdzv-backend=c10d",
-        "--rdzv-id=two-hosts",
-        f"--rdzv-endpoint={HOSTS[0]}:{port}",
-        f"--rdzv-conf=is_host={int(host == 0)}",
-        f"--local-addr={HOSTS[host]}",
-    )
-
-
-RENDEZVOUS = {"static": _static, "c10d": _c10d}
-
-
-def _start(hosts, options, num_ranks, *command):
+def _start(hosts, num_ranks, *command):
     port = free_port()
     return [
         Job(
             num_ranks,
             *command,
-            options=("--nnodes=2", *options(host, port)),
+            options=("--nnodes=2", *_static(host, port)),
             prefix=prefix,
             # which they could share here, but hosts cannot
             environment={"TORCHPMAP_SHARED_MEMORY": "0"},
@@ -97,12 +84,12 @@ def _start(hosts, options, num_ranks, *command):
     ]
 
 
-@pytest.fixture(scope="module", params=RENDEZVOUS.values(), ids=RENDEZVOUS)
+@pytest.fixture(scope="module")
 def results(request, hosts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_hosts")
     program = str(Path(__file__).with_name("_torchrun_values.py"))
     names = names_to_run(request, "test_case_on_two_hosts")
-    succeed(*_start(hosts, request.param, RANKS_PER_HOST, program, str(folder), *names))
+    succeed(*_start(hosts, RANKS_PER_HOST, program, str(folder), *names))
     return answers(2 * RANKS_PER_HOST, folder)
 
 
@@ -122,7 +109,7 @@ def test_a_cut_cable_ends_both_hosts(hosts, tmp_path):
     """Also the one that does not have the store, which answers it no more."""
     script = tmp_path / "cut_off.py"
     script.write_text(CUT_OFF)
-    jobs = _start(hosts, _static, 1, str(script), str(tmp_path))
+    jobs = _start(hosts, 1, str(script), str(tmp_path))
     host = hosts[1][-1]
     try:
         ready = [tmp_path / f"ready{host}" for host in range(2)]

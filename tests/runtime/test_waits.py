@@ -3,9 +3,9 @@ of ours or the operating system does: _runtime/local/pool.py, _runtime/local/cre
 _runtime/local/lookout.py.
 """
 
-import collections
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -37,7 +37,6 @@ from torchpmap._runtime.local import forkserver, vigil
 from torchpmap._runtime.local import output as _output
 from torchpmap._runtime.local import pool as _pool
 from torchpmap._runtime.local.forkserver import command, server
-from torchpmap._runtime.local.plans import hand_over
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),
@@ -258,6 +257,12 @@ def test_no_descriptors_left_for_a_start():
     tp.init(2)
 
 
+def test_other_errors_of_the_system_say_what_they_are():
+    with pytest.raises(OSError, match="no memory") as caught, forkserver.explained():
+        raise OSError(errno.ENOMEM, "no memory")
+    assert caught.value.__cause__ is None
+
+
 # -- the fork server -------------------------------------------------------------------------------
 
 
@@ -293,22 +298,6 @@ SIGPIPE = """
 @pytest.mark.long
 def test_a_script_that_lets_sigpipe_end_it_goes_on_when_a_worker_dies():
     assert script(SIGPIPE).wait().clean() == "[2.0, 2.0]\n"
-
-
-def test_ctrl_c_loses_nothing_that_is_to_be_freed():
-    """At any of its steps: what was not sent is sent with the next message."""
-    sent: list[int] = []
-
-    def interrupted(taken):
-        raise KeyboardInterrupt
-
-    released = collections.deque([1, 2, 3])
-    with pytest.raises(KeyboardInterrupt):
-        hand_over(released, interrupted)
-    assert list(released) == [1, 2, 3]
-    hand_over(released, sent.extend)
-    assert (sent, list(released)) == ([1, 2, 3], [])
-    hand_over(released, interrupted)  # nothing is sent
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -43,8 +44,8 @@ rows = torch.arange(2.0)
 total = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
 
 
-@contextlib.contextmanager
-def nothing_lost():
+@pytest.fixture
+def unharmed():
     """A value lives on, on workers that do."""
     value, pids = tp.pmap(lambda x: x + 1, compile=EAGER)(rows).block_until_ready(), worker_pids(2)
     yield
@@ -53,20 +54,11 @@ def nothing_lost():
     assert total(rows).tolist() == [1, 1]
 
 
-@pytest.fixture
-def unharmed():
-    with nothing_lost():
-        yield
-
-
 @pytest.fixture(params=[False, True], ids=["socket", "shared"])
 def shares(request):
     """Whether collectives use shared memory."""
     with pool_with(2, shared_memory=request.param):
         yield request.param
-
-
-# -- the user's errors (more of them: tests/faults/test_exceptions.py) -----------------------------
 
 
 def test_warnings_as_errors_stay_in_the_call(unharmed):
@@ -77,9 +69,6 @@ def test_warnings_as_errors_stay_in_the_call(unharmed):
 
     with pytest.raises(UserWarning, match="raised"):
         eagerly(step)(rows)
-
-
-# -- failed collectives are known by where they fail -----------------------------------------------
 
 
 @torch.library.custom_op("torchpmap_tests::trip", mutates_args=())
@@ -129,9 +118,6 @@ def test_the_other_rank_has_the_consequence(compile, shares):
     assert f"on device {DEVICE}:1" in note
     with pytest.raises(tp.WorkerDied, match="exit code 3"):
         step(rows, True).tolist()
-
-
-# -- frames that are none --------------------------------------------------------------------------
 
 
 def this_worker():
@@ -184,9 +170,6 @@ def test_block_unlike_its_header_ends_the_worker(body):
     assert total(rows).tolist() == [1, 1]
 
 
-# -- processes and threads of the user's code ------------------------------------------------------
-
-
 def uses_processes(x):
     readable, writable = os.pipe()
     if os.fork() == 0:
@@ -194,10 +177,6 @@ def uses_processes(x):
         os._exit(0)
     said = subprocess.run(["echo", "1"], capture_output=True, check=True).stdout
     return tp.psum(x * 0 + float(os.read(readable, 2)) + float(said), "i")
-
-
-def test_children_that_do_not_come_back(unharmed):
-    assert eagerly(uses_processes)(rows).tolist() == [84, 84]
 
 
 def test_thread_left_behind_does_not_keep_the_worker():
@@ -214,21 +193,25 @@ def loaded(x):
     return torch.stack([batch.sum() for (batch,) in DataLoader(data, batch_size=4, num_workers=1)])
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="a forked process cannot use a GPU")
-def test_a_data_loader_with_processes():
-    expected = torch.stack([loaded(x) for x in rows])
-    for _ in range(2):
-        assert eagerly(loaded)(rows).cpu().equal(expected)
-    assert total(rows).tolist() == [1, 1]
-
-
 def pooled(x):
     with multiprocessing.Pool(2) as pool:
         return x + sum(pool.map(abs, [-1, -2, -3]))
 
 
-def test_a_pool_of_processes():
-    assert eagerly(pooled)(rows).tolist() == [6, 7]
+NO_GPU = pytest.mark.skipif(DEVICE != "cpu", reason="a forked process cannot use a GPU")
+
+
+@pytest.mark.parametrize(
+    ("fun", "expected"),
+    [
+        (uses_processes, [84, 84]),
+        (pooled, [6, 7]),
+        pytest.param(loaded, [[6, 22], [10, 26]], marks=NO_GPU),
+    ],
+)
+def test_processes_of_the_function(fun, expected, unharmed):
+    for _ in range(2):
+        assert eagerly(fun)(rows).tolist() == expected
 
 
 def leaves_a_child(method, daemon):
@@ -241,10 +224,29 @@ def leaves_a_child(method, daemon):
     return fun
 
 
-@pytest.mark.parametrize("daemon", [False, True])
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_ends_with_the_pool(method, daemon):
-    children = eagerly(leaves_a_child(method, daemon))(rows).tolist()
+def leaves_a_child_of_a_child(x):
+    taken, given = multiprocessing.Pipe()
+    multiprocessing.Process(target=has_a_child, args=(given,)).start()
+    return x.long() * 0 + taken.recv()
+
+
+def has_a_child(given):
+    child = multiprocessing.Process(target=time.sleep, args=(1000,))
+    child.start()
+    given.send(child.pid)
+    child.join()
+
+
+LEAVING = {
+    f"{method}-{daemon}": leaves_a_child(method, daemon)
+    for method in ("fork", "spawn")
+    for daemon in (False, True)
+} | {"child of a child": leaves_a_child_of_a_child}
+
+
+@pytest.mark.parametrize("fun", LEAVING.values(), ids=LEAVING)
+def test_a_child_ends_with_the_pool(fun):
+    children = eagerly(fun)(rows).tolist()
     assert all(map(is_running, children))
     assert total(rows).tolist() == [1, 1]
     start = time.monotonic()
@@ -260,27 +262,6 @@ def test_a_child_ends_with_its_worker():
     assert total(rows).tolist() == [1, 1]
     assert wait_for(lambda: not is_running(mine))
     assert is_running(other)
-
-
-def test_a_child_of_a_child_ends_too():
-    def fun(x):
-        taken, given = multiprocessing.Pipe()
-        multiprocessing.Process(target=has_a_child, args=(given,)).start()
-        return x.long() * 0 + taken.recv()
-
-    children = eagerly(fun)(rows).tolist()
-    tp.shutdown()
-    assert wait_for(lambda: not any(map(is_running, children)))
-
-
-def has_a_child(given):
-    child = multiprocessing.Process(target=time.sleep, args=(1000,))
-    child.start()
-    given.send(child.pid)
-    child.join()
-
-
-# -- what tracing promised -------------------------------------------------------------------------
 
 
 def backend(change):
@@ -389,6 +370,20 @@ def test_fetch_of_another_kind_is_refused(unharmed):
         found = rf"on device {DEVICE}:0 is float32\[1\], but .* expected"
         with pytest.raises(RuntimeError, match=found):
             runtime.fetch(value._handle, [(0, -1, 0, target)])
+
+
+def test_a_stored_value_keeps_nothing_of_the_pass_that_made_it():
+    """The devices would hold every activation as long as the value."""
+    w = torch.ones(1, requires_grad=True)
+
+    def step(x):
+        inner = x * w
+        this_worker.inner = weakref.ref(inner)
+        return inner.sin()
+
+    kept = eagerly(step)(rows)
+    assert eagerly(lambda x: torch.tensor(this_worker.inner() is None))(rows).all()
+    assert kept.requires_grad
 
 
 def test_an_uncompiled_call_fails_if_an_abort_may_have_cut_its_last_collective(pool):

@@ -61,9 +61,6 @@ def whole(x: Any) -> Any:
     return value
 
 
-# -- DeviceMesh ------------------------------------------------------------------------------------
-
-
 @expect([True, True, ("x", "y"), [[0, 1], [2, 3]], True])
 def meshes_there_and_back():
     mesh = grid()
@@ -97,8 +94,6 @@ def meshes_of_torch():
     mine = [d.id for d in tp.Mesh.from_device_mesh(theirs["b"]).devices.flat]
     return [named.axis_names, plain.axis_names, mine == [[0, 1], [2, 3]][tp.process_index() // 2]]
 
-
-# -- DTensor ---------------------------------------------------------------------------------------
 
 SPECS = (P("x"), P("x", "y"), P(None, ("x", "y")), P("y", "x"))
 
@@ -146,9 +141,6 @@ def a_dtensor_of_blocks_on_another_mesh():
     tp.to_dtensor(put(P("x")), line())
 
 
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
 @expect([True, True, True, True])
 def checkpoints_of_blocks():
     path = Path(sys.argv[1]) / "checkpoint"
@@ -160,29 +152,22 @@ def checkpoints_of_blocks():
     return [*found, torch.equal(tp.checkpoint.load(path)["x"], X)]
 
 
-# -- operations ------------------------------------------------------------------------------------
+Z = torch.complex(torch.arange(24.0).reshape(6, 4) % 7, torch.arange(24.0).reshape(6, 4) % 5)
 
 
-@expect([X.sum(0), X.mean(1), X @ X[:, :4], X.T.sin(), (X + X[0]).amax()])
+@expect([X.sum(0), X.mean(1), X @ X[:, :4], X.T.sin(), (X + X[0]).amax(), True])
 def operations_on_blocks():
     x = put(P("x", "y"))
     results = [x.sum(0), x.mean(1), x @ X[:, :4], x.T.sin(), (x + X[0]).amax()]
-    return [whole(result) for result in results]
+    conjugating = torch.linalg.pinv(tp.replicate(Z)).to_host()
+    alike = torch.allclose(conjugating, torch.linalg.pinv(Z), atol=1e-4)
+    return [*(whole(result) for result in results), alike]
 
-
-# -- moves -----------------------------------------------------------------------------------------
 
 ALL = (
     *(P("x"), P("y"), P("x", "y"), P("y", "x"), P(None, "x")),
     *(P(("x", "y")), P(("y", "x")), P(None, ("x", "y")), P()),
 )
-
-
-@expect(True)
-def an_operation_that_conjugates_on_its_way() -> Any:
-    z = torch.complex(torch.arange(24.0).reshape(6, 4) % 7, torch.arange(24.0).reshape(6, 4) % 5)
-    result = torch.linalg.pinv(tp.replicate(z)).to_host()
-    return torch.allclose(result, torch.linalg.pinv(z), atol=1e-4)
 
 
 def is_laid_out(x: Any, spec: tp.P, mesh: tp.Mesh) -> bool:
@@ -194,20 +179,14 @@ def is_laid_out(x: Any, spec: tp.P, mesh: tp.Mesh) -> bool:
 
 @expect([])
 def every_layout_to_every_other():
-    return [
-        f"{before} to {after}"
-        for before in ALL
-        for after in ALL
-        if not is_laid_out(put(after, value=put(before)), after, grid())
-    ]
-
-
-@expect([True, True, True])
-def to_another_mesh():
     turned = tp.make_mesh((2, 2), ("x", "y"), devices=[tp.devices()[k] for k in (2, 0, 3, 1)])
+    meshes = [(line(), P(None, "i")), (turned, P("x", "y")), (turned, P("y"))]
+    moves = [(before, after, grid()) for before in ALL for after in ALL]
+    moves += [(P("y"), spec, mesh) for mesh, spec in meshes]
     return [
-        is_laid_out(put(spec, mesh, put(P("y"))), spec, mesh)
-        for mesh, spec in ((line(), P(None, "i")), (turned, P("x", "y")), (turned, P("y")))
+        f"{before} to {after} on {mesh}"
+        for before, after, mesh in moves
+        if not is_laid_out(put(after, mesh, put(before)), after, mesh)
     ]
 
 
@@ -216,25 +195,19 @@ def to_other_devices():
     put(P("i"), tp.make_mesh((2,), ("i",)), put(P("x")))
 
 
-@expect([X * 2, [("move", 256)], []] * 2)
-def an_argument_in_another_layout():
-    found: list[Any] = []
-    for setting in (GRAPH, False):
-        double = mapped(lambda x: x * 2, P("x", "y"), P("x", "y"), mode=setting)
-        for spec in (P(None, "x"), P("x", "y")):
-            with tp.debug.report_gathers() as gathers:
-                result = double(put(spec))
-            found += [] if spec == P("x", "y") else [whole(result)]
-            found.append([(gather.name, gather.num_bytes) for gather in gathers])
-    return found
-
-
-@expect([X * 2, [("move", 256)]])
-def blocks_as_rows_of_a_pmap():
-    double = tp.pmap(lambda row: row * 2, "i", compile=GRAPH)
+def moved(double: Any, spec: tp.P) -> list[Any]:
+    """What a function gives, and what was reported."""
     with tp.debug.report_gathers() as gathers:
-        result = double(put(P("x", "y")))
+        result = double(put(spec))
     return [whole(result), [(gather.name, gather.num_bytes) for gather in gathers]]
+
+
+@expect([[X * 2, [("move", 256)]], [X * 2, []]] * 2 + [[X * 2, [("move", 256)]]])
+def an_argument_in_another_layout():
+    doubles = [mapped(lambda x: x * 2, P("x", "y"), P("x", "y"), mode=m) for m in (GRAPH, False)]
+    found = [moved(double, spec) for double in doubles for spec in (P(None, "x"), P("x", "y"))]
+    rows = tp.pmap(lambda row: row * 2, "i", compile=GRAPH)
+    return [*found, moved(rows, P("x", "y"))]
 
 
 @expect([X + 1, X + 1])
@@ -263,8 +236,6 @@ def a_gradient_through_a_move():
     assert x.grad.sharding.spec == P("x", "y")
     return whole(x.grad)
 
-
-# -- layers ---------------------------------------------------------------------------------------
 
 LAYERS: list[Callable[[], nn.Module]] = [
     lambda: nn.MultiheadAttention(4, 2, batch_first=True),
@@ -299,9 +270,6 @@ def layers_train():
     return gradients_of_layers(tp.replicate, put(P("x")) / 20)
 
 
-# -- what each process does alone ------------------------------------------------------------------
-
-
 @expect([Raised("ValueError", "aten.normal_.default draws must be the same in all processes"), 0.0])
 def numbers_drawn_for_copies_of_a_block_are_equal():
     x = put(P("x"), value=torch.zeros(4))
@@ -322,9 +290,6 @@ def operations_of_one_process_drop_none_of_all():
         for k in range(1, 20 if tp.process_index() == 0 else 2):
             tp.device_put(torch.ones(k), tp.local_devices()[0]) * k
         return float((x * 2 + 1 - 4 * put(P("x"))[:, 0]).mean())
-
-
-# -- derivatives -----------------------------------------------------------------------------------
 
 
 def cubes() -> Any:

@@ -1,6 +1,4 @@
-"""The program of ``test_meshes_that_have_no_grid_in_common``: the same values on 2 x 3 and on 3 x 2
-devices.
-"""
+"""The same values on 2 x 3 and on 3 x 2 devices: test_meshes_that_have_no_grid_in_common."""
 
 import torch
 

@@ -11,8 +11,3 @@ import torchpmap as tp
 def y():
     """Four rows on four devices."""
     return tp.pmap(lambda x: x + 0, "i", compile=EAGER)(ROWS)
-
-
-@pytest.fixture
-def columns():
-    return tp.pmap(lambda x: x + 0, in_axes=0, out_axes=1, compile=EAGER)(ROWS)

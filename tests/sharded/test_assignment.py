@@ -1,7 +1,4 @@
-"""Covers: _sharded/indexing.py: ``x[index] = value`` is torch's, and where it gathers.
-
-Expectations are plain torch's.
-"""
+"""Covers: _sharded/indexing.py: ``x[index] = value`` is torch's, and where it gathers."""
 
 import itertools
 

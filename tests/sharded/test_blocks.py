@@ -1,9 +1,4 @@
-"""Covers: _rules*.py, _sharded/graphs.py, _sharded/blocks.py: which operations on ShardedTensors
-stay on the devices, and that their numbers are torch's.
-
-Every case is an expression of values, of those on the devices and of the same plain tensors;
-plain torch says what must come out.
-"""
+"""Covers: _rules*.py, _sharded/graphs.py, blocks.py: what stays on devices; numbers."""
 
 import pytest
 import torch
@@ -138,8 +133,6 @@ def test_where_results_are_and_what_is_fetched_for_them(function, place, num_byt
                 torch.testing.assert_close(shard.data, right[shard.index], equal_nan=True)
 
 
-# In place ----------------------------------------------------------------------------------------
-
 IN_PLACE = """
     x.add_(1); x.add_(y, alpha=-0.5); x.mul_(x); x.sub_(same); x.div_(host_bias + 20)
     x.addcdiv_(y, same.abs() + 1, value=-0.1); x.lerp_(y, 0.1); x.clamp_(-1, 1); x.fill_(7)
@@ -163,22 +156,6 @@ def test_in_place_stays(function, monkeypatch):
     torch.testing.assert_close(before.cpu(), HERE.x)  # values are immutable
 
 
-def test_in_place_on_a_whole_value_with_a_cut_one_gathers(monkeypatch):
-    values = on_devices()
-    calls = asked(monkeypatch)
-    values.same.add_(values.x)
-    assert fetched_bytes(calls) == 2 * X
-    assert where(values.same) == WHOLE
-    torch.testing.assert_close(values.same.cpu(), HERE.same + HERE.x)
-
-
-def test_a_device_is_not_asked_for_its_index():
-    with FakeTensorMode():
-        whole = torch.empty(4, 6, device="cuda:0")
-        index = torch.empty((), dtype=torch.int64, device="cuda:0")
-        assert own_block(whole, 1, 3, index).shape == (4, 2)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint16, torch.float8_e4m3fn, torch.bool])
 def test_a_block_is_the_same_however_the_index_is_read(monkeypatch, dtype):
     whole = torch.arange(24).view(4, 6).to(dtype)
@@ -188,6 +165,10 @@ def test_a_block_is_the_same_however_the_index_is_read(monkeypatch, dtype):
     found = own_block(whole, 1, 3, Elsewhere(index))
     assert found.is_contiguous()
     assert found.float().tolist() == expected.float().tolist()
+    with FakeTensorMode():  # a device is not asked for its index
+        whole = torch.empty(4, 6, device="cuda:0", dtype=dtype)
+        index = torch.empty((), dtype=torch.int64, device="cuda:0")
+        assert own_block(whole, 1, 3, index).shape == (4, 2)
 
 
 class Elsewhere:

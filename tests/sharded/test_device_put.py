@@ -23,9 +23,6 @@ def placed(value):
     return {shard.device.id: shard.data.tolist() for shard in value.addressable_shards}
 
 
-# device_put --------------------------------------------------------------------------------------
-
-
 def test_on_one_device():
     device = tp.devices()[2]
     x = tp.device_put(X, device)
@@ -172,9 +169,6 @@ def mesh_sharding(*entries):
     return NamedSharding(make_mesh((2,), ("x",), devices=tp.devices()), P(*entries))
 
 
-# The others --------------------------------------------------------------------------------------
-
-
 def test_device_put_sharded():
     devices = tp.devices()[2:]
     out = tp.device_put_sharded([{"a": X, "b": None}, {"b": None, "a": X + 1}], devices)
@@ -297,9 +291,6 @@ def test_block_until_ready_raises_what_the_computation_raised():
     with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
         tp.block_until_ready([bad])
     assert f(torch.eye(2).expand(4, 2, 2)).tolist() == torch.eye(2).expand(4, 2, 2).tolist()
-
-
-# Devices -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.cpu_only("the devices are named")

@@ -1,6 +1,4 @@
-"""Covers: values in every layout, also cut along several dims or along a dim by several axes:
-numbers, rows, copies, pickles and texts.
-"""
+"""Covers: values in every layout: numbers, rows, indices, writes, copies, pickles and texts."""
 
 import copy
 import pickle

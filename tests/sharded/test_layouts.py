@@ -1,9 +1,4 @@
-"""Covers: _layout/common_grid.py, and _sharded/rules, graphs and blocks for values that are cut
-along several dims, or along a dim by several axes.
-
-A table of operations and layouts: the numbers are those of plain torch, on every device, and
-nothing gathers.
-"""
+"""Covers: _layout/common_grid.py, rules of values cut along several dims or by several axes."""
 
 import itertools
 import re
@@ -250,9 +245,6 @@ def test_half_precision_is_rounded_once():
     value = put(halves, P("x", "y"))
     assert value.sum().item() == halves.float().sum().bfloat16().item()
     check(value @ W.bfloat16(), halves @ W.bfloat16())
-
-
-# Moves (of several processes: test_torchrun_layouts.py) -------------------------------------------
 
 
 @pytest.mark.parametrize("after", LAYOUTS.values(), ids=LAYOUTS)

@@ -1,6 +1,7 @@
 """Covers: _sharded/layers.py, rules/layers.py: layers and losses on a batch cut over devices."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -33,15 +34,6 @@ def close(result, expected):
     torch.testing.assert_close(result.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
-def trained(module, x):
-    """Result, gradients and buffers of one step."""
-    x = x.detach().requires_grad_()
-    y = module(x)
-    (y * y.detach().sin()).mean().backward()
-    grads = [x.grad, *(p.grad for p in module.parameters())]
-    return [y.detach(), *grads, *module.buffers()]
-
-
 LAYERS = """
     nn.BatchNorm2d(4); nn.BatchNorm1d(6); nn.BatchNorm2d(4, affine=False)
     nn.BatchNorm2d(4, track_running_stats=False); nn.BatchNorm2d(4, momentum=None)
@@ -59,42 +51,20 @@ def test_layers(make, put, pool):
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.uniform_(0.5, 2)
-    module = copy.deepcopy(plain)._apply(tp.replicate)
-    with nothing_gathers():
-        for _ in range(2):
-            module.zero_grad()
-            plain.zero_grad()
-            result, expected = trained(module, put(x)), trained(plain, x)
-    for mine, theirs in zip(result, expected, strict=True):
-        assert (mine is None) == (theirs is None)
-        if mine is not None:
-            assert type(mine) is tp.ShardedTensor
-            close(mine, theirs)
+    assert not check_module(plain, x, put, steps=2)
 
 
-def test_statistics_keep_their_digits_far_from_zero():
-    x = draw(*IMAGES) + 1000
-    module = nn.BatchNorm2d(4)._apply(tp.replicate)
-    module(cut(x))
-    var = x.double().var((0, 2, 3))
-    expected = (0.9 + 0.1 * var).float()
-    torch.testing.assert_close(module.running_var.cpu(), expected, rtol=1e-4, atol=0)
-
-
-def test_a_batch_norm_of_plain_statistics_sees_the_whole_batch():
-    module, plain = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+def test_batch_norms():
+    module, plain = nn.BatchNorm1d(6), nn.BatchNorm1d(6)  # with statistics of this process
     x = draw(*ROWS)
     close(module(cut(x)).detach(), plain(x).detach())
     close(module.running_var, plain.running_var)
-
-
-def test_a_batch_norm_of_one_row_per_device_stays_there(pool):
-    module, plain = nn.BatchNorm1d(6)._apply(tp.replicate), nn.BatchNorm1d(6)
-    x = draw(tp.device_count(), 6)
-    with nothing_gathers():
-        result = module(cut(x))
-    close(result.detach(), plain(x).detach())
-    close(module.running_var, plain.running_var)
+    assert not check_module(nn.BatchNorm1d(6), draw(tp.device_count(), 6))  # a row per device
+    x = draw(*IMAGES) + 1000
+    module = nn.BatchNorm2d(4)._apply(tp.replicate)
+    module(cut(x))
+    expected = (0.9 + 0.1 * x.double().var((0, 2, 3))).float()  # with all its digits
+    torch.testing.assert_close(module.running_var.cpu(), expected, rtol=1e-4, atol=0)
 
 
 TARGETS = torch.tensor([0, 5, 1, -100, 3, 2, 1, 0])
@@ -215,61 +185,71 @@ def test_random_numbers_fetch_nothing_and_are_those_of_one_device(name):
     assert torch.equal(drawn_next, torch.rand(4))
 
 
-# Recurrent layers --------------------------------------------------------------------------------
-
-
-def check_module(plain, x):
-    """One step on the devices and here; what is listed as gathered."""
-    module = tp.replicate(copy.deepcopy(plain))
-    here, there = x.clone().requires_grad_(), cut(x).requires_grad_()
+def check_module(plain, x, put=cut, steps=1):
+    """Steps on the devices and here; what is listed as gathered."""
+    module = copy.deepcopy(plain)._apply(tp.replicate)
+    here, there = x.clone().requires_grad_(), put(x).requires_grad_()
     with tp.debug.report_gathers() as gathers:
-        results = [torch.utils._pytree.tree_leaves(y) for y in (plain(here), module(there))]
-        for leaves in results:
-            sum((leaf * leaf.detach().sin()).mean() for leaf in leaves).backward()
+        for _ in range(steps):
+            module.zero_grad()
+            plain.zero_grad()
+            here.grad = there.grad = None
+            results = [torch.utils._pytree.tree_leaves(y) for y in (plain(here), module(there))]
+            for leaves in results:
+                sum((leaf * leaf.detach().sin()).mean() for leaf in leaves).backward()
     for expected, result in zip(*results, strict=True):
-        assert type(result) is tp.ShardedTensor
         close(result.detach(), expected.detach())
+    if put is not torch.clone and not gathers:
+        assert {type(x) for x in (*results[1], *module.buffers(), there.grad)} == {tp.ShardedTensor}
     pairs = [(here, there), *zip(plain.parameters(), module.parameters(), strict=True)]
-    for mine, theirs in pairs:
-        if mine.grad is None:
-            assert theirs.grad is None
+    pairs = [(mine.grad, theirs.grad) for mine, theirs in pairs]
+    for mine, theirs in (*pairs, *zip(plain.buffers(), module.buffers(), strict=True)):
+        if mine is None:
+            assert theirs is None
         else:
-            close(theirs.grad, mine.grad)
+            close(theirs, mine)
     return gathers
 
 
+class Started(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(4, 3)
+        self.start = nn.Parameter(draw(1, 8, 3))
+
+    def forward(self, x):
+        y, (h, _) = self.rnn(x.transpose(0, 1), (self.start, self.start.cos()))
+        return y, h
+
+
+LSTM = functools.partial(nn.LSTM, 4, 3, batch_first=True)
 LSTMS = {
-    "one": {},
-    "two": {"num_layers": 2},
-    "both": {"bidirectional": True},
-    "both of two": {"bidirectional": True, "num_layers": 2},
-    "no biases": {"bias": False, "num_layers": 2},
+    "one": LSTM,
+    "two": lambda: LSTM(num_layers=2),
+    "both": lambda: LSTM(bidirectional=True),
+    "both of two": lambda: LSTM(bidirectional=True, num_layers=2),
+    "no biases": lambda: LSTM(bias=False, num_layers=2),
+    "starts anywhere": Started,
 }
 
 
-@pytest.mark.parametrize("options", LSTMS.values(), ids=LSTMS)
+@pytest.mark.parametrize("make", LSTMS.values(), ids=LSTMS)
 @sizes
 @pytest.mark.long("both of two")
-def test_an_lstm_stays_on_the_devices(options, pool):
+def test_an_lstm_stays_on_the_devices(make, pool):
     torch.manual_seed(0)
-    plain = nn.LSTM(4, 3, batch_first=True, **options)
+    plain = make()
     assert not check_module(plain, draw(8, 5, 4))
     plain.zero_grad()
     assert not check_module(plain.eval().requires_grad_(False), draw(8, 5, 4))
 
 
-def test_an_lstm_that_starts_anywhere():
-    class Started(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.LSTM(4, 3)
-            self.start = nn.Parameter(draw(1, 8, 3))
-
-        def forward(self, x):
-            y, (h, _) = self.rnn(x.transpose(0, 1), (self.start, self.start.cos()))
-            return y, h
-
-    assert not check_module(Started(), draw(8, 5, 4))
+@pytest.mark.filterwarnings("ignore:(GRU|RNN) is on the devices, but its operation")
+@pytest.mark.parametrize("put", [tp.replicate, torch.clone, cut])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind, put):
+    torch.manual_seed(0)
+    check_module(kind(4, 4, batch_first=True), draw(4, 3, 4), put)
 
 
 def test_the_derivative_of_an_lstm_that_gathers():

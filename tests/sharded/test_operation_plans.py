@@ -1,6 +1,4 @@
-"""Covers: _sharded/operations.py, _sharded/gather_report.py: plans of operations on ShardedTensors,
-their errors, settings, gradients and reports.
-"""
+"""Covers: _sharded/operations.py, gather_report.py: plans, errors, settings, gradients."""
 
 import math
 import os

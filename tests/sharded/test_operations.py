@@ -1,7 +1,4 @@
-"""Covers: _sharded/tensor.py: torch operations on ShardedTensors, in place and under autograd.
-
-Which of them stay on the devices, and where their results are, is tested in test_blocks.py.
-"""
+"""Covers: _sharded/tensor.py: operations on ShardedTensors (where results are: test_blocks.py)."""
 
 import copy
 
@@ -22,9 +19,6 @@ def same(result, expected, rtol=0.0):
     assert isinstance(result, torch.Tensor)
     expected = torch.as_tensor(expected)
     torch.testing.assert_close(result.cpu(), expected, rtol=rtol, atol=0, equal_nan=True)
-
-
-# Operations --------------------------------------------------------------------------------------
 
 
 def test_equality(y):
@@ -52,17 +46,11 @@ def test_detach_and_clone_move_nothing(y, monkeypatch):
     same(twin.cpu(), ROWS + 1)
 
 
-# In place ----------------------------------------------------------------------------------------
-
-
 def test_a_size_cannot_change():
     x = LAYOUTS["rows"]()
     with pytest.raises(RuntimeError):
         x.resize_(2, 2)
     assert x.shape == x.cpu().shape == (4, 2)
-
-
-# Gradients of what is done on the host -----------------------------------------------------------
 
 
 def test_backward(y):
@@ -89,24 +77,6 @@ def test_backward(y):
     y.grad = None
     (host**2).sum().backward()
     same(y.grad, [[2.0, 2.0], [4.0, 6.0], [8.0, 10.0], [12.0, 14.0]])
-
-
-# Operations of which a run on meta tensors does not tell the results -----------------------------
-
-
-@pytest.mark.parametrize("put", [tp.replicate, torch.clone, tp.shard_batch])
-@pytest.mark.filterwarnings("ignore:(GRU|RNN) is on the devices, but its operation")
-@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
-def test_recurrent_layers(kind, put):
-    torch.manual_seed(0)
-    layer, x = kind(4, 4, batch_first=True), torch.randn(4, 3, 4)
-    twin = copy.deepcopy(layer)._apply(tp.replicate)
-    with torch.no_grad():
-        close(twin(put(x))[0], layer(x)[0])
-    layer(x)[0].square().sum().backward()
-    twin(put(x))[0].square().sum().backward()
-    for left, right in zip(twin.parameters(), layer.parameters(), strict=True):
-        close(left.grad, right.grad)
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])

@@ -1,16 +1,11 @@
-"""Covers: _sharded/spread.py and choice.py: a graph of whole values, run on blocks by devices.
-
-What is right is what plain torch gives for the whole values.
-"""
+"""Covers: _sharded/spread.py and choice.py: a graph of whole values, run on blocks by devices."""
 
 import itertools
 from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
-from _support import DEVICE
-from torch import nn
+from _support import DEVICE, close
 
 import torchpmap as tp
 from torchpmap import P
@@ -186,8 +181,7 @@ def test_a_gradient_of_rows_takes_one_message():
     values = [X, W, Y[0]]
     results, sent, reshards = spread(step, values, [P("x"), P(), P()])
     assert (sent, reshards) == ({"added_up": 1}, [])
-    for got, expected in zip(results, step(*values), strict=True):
-        torch.testing.assert_close(got.cpu(), expected)
+    close(results, step(*values))
 
 
 def test_a_cut_weight_is_gathered_and_its_gradient_scattered():
@@ -201,8 +195,7 @@ def test_a_cut_weight_is_gathered_and_its_gradient_scattered():
     assert [(r.operation, r.cut, r.wanted, r.num_bytes) for r in reshards] == [
         ("aten.mm.default", ((0,),), (), 512)
     ]
-    for got, expected in zip(results, step(X, W), strict=True):
-        torch.testing.assert_close(got.cpu(), expected)
+    close(results, step(X, W))
 
 
 def test_data_that_is_no_weight_moves_to_another_dim_in_one_message():
@@ -211,84 +204,6 @@ def test_data_that_is_no_weight_moves_to_another_dim_in_one_message():
     assert sent == {"exchanged": 1}
     torch.testing.assert_close(results[0].cpu(), X.softmax(1))
     assert results[0].sharding.spec == P("x")
-
-
-class Layer(nn.Module):
-    """Of a transformer, with its projections apart, as they are cut."""
-
-    def __init__(self, size, heads):
-        super().__init__()
-        self.heads = heads
-        self.before, self.between = nn.LayerNorm(size), nn.LayerNorm(size)
-        self.q, self.k, self.v, self.out = (nn.Linear(size, size) for _ in range(4))
-        self.up, self.down = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
-
-    def forward(self, x):
-        y = self.before(x)
-        q, k, v = (
-            each(y).unflatten(2, (self.heads, -1)).transpose(1, 2)
-            for each in (self.q, self.k, self.v)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.out(y)
-        return x + self.down(F.gelu(self.up(self.between(x))))
-
-
-class Language(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.places = nn.Embedding(32, 16), nn.Embedding(8, 16)
-        self.layers = nn.Sequential(Layer(16, 4), Layer(16, 4))
-        self.end, self.logits = nn.LayerNorm(16), nn.Linear(16, 32, bias=False)
-
-    def forward(self, tokens, following):
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
-        x = self.logits(self.end(self.layers(x)))
-        return F.cross_entropy(x.flatten(0, 1), following.flatten())
-
-
-def fully_sharded(name, p):
-    return P("x") if p.shape[0] % 4 == 0 else P()
-
-
-def megatron(name, p):
-    if any(f".{each}." in name for each in ("q", "k", "v", "up")):
-        return P("y")
-    return P(None, "y") if name.endswith(("down.weight", "out.weight")) else P()
-
-
-PLANS = {
-    # messages: one for all gradients and the loss, after one for the number of words
-    "replicated": (lambda name, p: P(), LINE, {"added_up": 2}),
-    "fully sharded": (fully_sharded, LINE, {"joined": 50, "added_up": 1, "added_and_cut": 1}),
-    "tensor parallel": (megatron, SQUARE, {"added_up": 10}),  # Megatron: four a layer, and two
-}
-
-
-@host_graphs
-@pytest.mark.parametrize("name", PLANS)
-def test_gradients_of_a_transformer(name):
-    place, axes, messages = PLANS[name]
-    model = Language().double()
-    parameters = {key: p.detach() for key, p in model.named_parameters()}
-    tokens = torch.randint(0, 32, (2, 8, 8), generator=torch.Generator().manual_seed(3))
-
-    def step(*values):
-        own = dict(zip(parameters, values, strict=False))
-        data = values[len(parameters) :]
-        grads, loss = torch.func.grad_and_value(
-            lambda own: torch.func.functional_call(model, own, data)
-        )(own)
-        return loss, *grads.values()
-
-    values = [*parameters.values(), *tokens]
-    specs = [place(key, p) for key, p in parameters.items()]
-    weights = range(len(parameters))
-    results, sent, _ = spread(step, values, [*specs, P("x"), P("x")], axes, [P(), *specs], weights)
-    assert sent == messages
-    for got, expected in zip(results, step(*values), strict=True):
-        torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=1e-14)
 
 
 _aten = torch.ops.aten

@@ -1,6 +1,4 @@
-"""Covers: _sharded/tensor.py, _sharded/shown.py: a ShardedTensor is a torch.Tensor whose data is
-elsewhere; its view in a notebook.
-"""
+"""Covers: _sharded/tensor.py, shown.py: a Tensor whose data is elsewhere, and how it is shown."""
 
 import copy
 import io
@@ -27,9 +25,6 @@ def same(result, expected, kind=torch.Tensor):
     torch.testing.assert_close(result, torch.as_tensor(expected), rtol=0, atol=0, equal_nan=True)
 
 
-# What it says of itself --------------------------------------------------------------------------
-
-
 def test_is_a_tensor_without_moving_data(y, monkeypatch):
     calls = asked(monkeypatch)
     assert isinstance(y, torch.Tensor)
@@ -48,21 +43,19 @@ def test_is_a_tensor_without_moving_data(y, monkeypatch):
     assert calls == []
 
 
-def test_repr(y, columns):
+def test_repr(y):
     where = f"{DEVICE}:0 {DEVICE}:1 {DEVICE}:2 {DEVICE}:3"
     assert repr(y) == (
         "ShardedTensor([[0., 1.],\n        [2., 3.],\n        [4., 5.],\n        [6., 7.]], "
         f"rows of dim 0 on {where})"
     )
     assert str(y) == f"{y}" == repr(y)
+    columns = tp.pmap(lambda x: x + 0, out_axes=1, compile=EAGER)(ROWS)
     assert repr(columns).endswith(f", rows of dim 1 on {where})")
     assert repr(tp.replicate(torch.tensor(2))) == f"ShardedTensor(2, replicated on {where})"
     assert repr(LAYOUTS["2x2"]()).endswith(f"PartitionSpec('x', 'y') on {where})")
     y.delete()
     assert repr(y) == "ShardedTensor(shape=[4, 2], deleted by delete())"
-
-
-# To the host -------------------------------------------------------------------------------------
 
 
 def test_arrays_are_copies(y):
@@ -95,7 +88,7 @@ def test_scalars():
             call(tp.replicate(torch.ones(4)))
 
 
-def test_numpy_accepts_it(y):
+def test_numpy_and_matplotlib_accept_it(y):
     for function in (np.sum, np.mean, np.sin, np.transpose, np.linalg.norm):
         np.testing.assert_allclose(function(np.asarray(y)), function(ROWS.numpy()))
         np.testing.assert_allclose(function(y.numpy()), function(ROWS.numpy()))
@@ -103,20 +96,24 @@ def test_numpy_accepts_it(y):
     np.testing.assert_array_equal(np.stack([y, y])[1], ROWS)
     np.testing.assert_array_equal(y, ROWS)
     np.testing.assert_allclose(np.interp(y, [0, 10], [0, 20]), ROWS * 2)
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots()
+    (line, _) = axes.plot(y)
+    np.testing.assert_array_equal(line.get_ydata(), ROWS[:, 0])
+    axes.scatter(y[:, 0], y[:, 1])
+    axes.imshow(y)
+    pyplot.close(figure)
 
 
-# Indexing ----------------------------------------------------------------------------------------
-
-
-def test_indexing_with_a_sharded_tensor(y):
+def test_indices_on_the_devices_and_iteration(y, monkeypatch):
     where = tp.replicate(torch.tensor([3, 1]))
     same(y[where], ROWS[[3, 1]])
     same(ROWS[where].cpu(), ROWS[[3, 1]])
     mask = tp.device_put(torch.tensor([True, False, True, False]), tp.devices())
     same(y[mask], ROWS[[0, 2]])
-
-
-def test_iteration_moves_the_data_once(y, monkeypatch):
     calls = asked(monkeypatch)
     for row, expected in zip(y, ROWS, strict=True):
         same(row, expected)
@@ -126,9 +123,6 @@ def test_iteration_moves_the_data_once(y, monkeypatch):
     assert [name for name, _ in calls] == ["fetch", "fetch"]
     assert 3.0 in y
     assert 9.0 not in y
-
-
-# Copies and pickles ------------------------------------------------------------------------------
 
 
 def test_pickles_are_plain_tensors(y):
@@ -149,9 +143,6 @@ def test_copies(y):
     assert twin["y"].tolist() == ROWS.tolist()
     with pytest.raises(TypeError, match="made by pmap"):
         tp.ShardedTensor([1, 2])
-
-
-# Moving and deleting -----------------------------------------------------------------------------
 
 
 def test_deleted_values_say_so(y):
@@ -177,21 +168,6 @@ def test_deleted_values_say_so(y):
             use()
     same(twin.cpu(), ROWS)
 
-
-def test_matplotlib_plots_it(y):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots()
-    (line, _) = axes.plot(y)
-    np.testing.assert_array_equal(line.get_ydata(), ROWS[:, 0])
-    axes.scatter(y[:, 0], y[:, 1])
-    axes.imshow(y)
-    pyplot.close(figure)
-
-
-# Numbers that C code asks for ---------------------------------------------------------------------
 
 NUMBERS = [torch.tensor(x) for x in (2.5, -3, True, 1.5 + 2j)]
 NUMBERS.append(torch.tensor(2.5, dtype=torch.float16))
@@ -223,19 +199,15 @@ def test_tensors_of_numbers_on_the_devices(make, number):
 
 def test_tensors_of_rows_of_replicated_values():
     x, y = tp.replicate(torch.arange(3.0)), tp.shard_batch(torch.arange(4.0))
-    assert torch.tensor([x[0], x[2], y[3], y.sum()]).tolist() == [0, 2, 3, 6]
-    weights = tp.replicate(torch.ones(2)).requires_grad_()
-    assert torch.tensor([weights.sum()]).tolist() == [2]
-
-
-# In a notebook -----------------------------------------------------------------------------------
+    assert torch.tensor([x[0], x[2], y[3], y.requires_grad_().sum()]).tolist() == [0, 2, 3, 6]
 
 
 def test_numbers_and_blocks(y):
-    html = y._repr_html_()
-    assert "float32[4, 2], cut along dim 0; 32 B, 8 B per device" in html
-    assert "[[0., 1.],\n [2., 3.],\n [4., 5.],\n [6., 7.]]" in html
-    assert [html.count(f">{DEVICE}:{k}</td>") for k in range(4)] == [1] * 4
+    for value in (y, y.requires_grad_() * 1):
+        html = value._repr_html_()
+        assert "float32[4, 2], cut along dim 0; 32 B, 8 B per device" in html
+        assert "[[0., 1.],\n [2., 3.],\n [4., 5.],\n [6., 7.]]" in html
+        assert [html.count(f">{DEVICE}:{k}</td>") for k in range(4)] == [1] * 4
 
 
 def test_a_large_value_is_not_waited_for(monkeypatch):
@@ -249,40 +221,30 @@ def test_a_large_value_is_not_waited_for(monkeypatch):
     assert calls == []
 
 
+def step(x):
+    tp.debug.assert_replicated(x, "i")
+    return x
+
+
 def test_what_is_gone_is_left_to_repr(y):
-    y.delete()
-    assert y._repr_html_() is None
-    assert "deleted" in repr(y)
-    x = tp.replicate(torch.zeros(2))
-    tp.shutdown()
-    assert x._repr_html_() is None
-    assert "shut down" in repr(x)
-
-
-def test_a_lost_value_is_left_to_repr(y):
-    large = tp.device_put(torch.zeros(4, 300), tp.devices())
-    os.kill(worker_pids()[2], signal.SIGKILL)
-    assert wait_for(lambda: running_pool().broken)
-    assert y._repr_html_() is None
-    with pytest.raises(tp.ShardLost, match=rf"shard on device {DEVICE}:2 is lost"):
-        repr(y)
-    assert f"{DEVICE}:2" in large._repr_html_()  # as its text: where it is, without asking
-
-
-def test_an_error_of_the_computation_is_left_to_repr():
-    def step(x):
-        tp.debug.assert_replicated(x, "i")
-        return x
-
     failed = tp.pmap(step, "i", compile=EAGER)(torch.arange(4.0))
     assert failed._repr_html_() is None
     with pytest.raises(ValueError, match="assert_replicated: x differs"):
         repr(failed)
-
-
-def test_of_a_tensor_that_is_differentiated():
-    x = tp.replicate(torch.ones(2)).requires_grad_()
-    assert "[1., 1.]" in (x * 1)._repr_html_()
+    x, lost = tp.replicate(torch.zeros(2)), tp.device_put(ROWS, tp.devices())
+    y.delete()
+    assert y._repr_html_() is None
+    assert "deleted" in repr(y)
+    large = tp.device_put(torch.zeros(4, 300), tp.devices())
+    os.kill(worker_pids()[2], signal.SIGKILL)
+    assert wait_for(lambda: running_pool().broken)
+    assert lost._repr_html_() is None
+    with pytest.raises(tp.ShardLost, match=rf"shard on device {DEVICE}:2 is lost"):
+        repr(lost)
+    assert f"{DEVICE}:2" in large._repr_html_()  # as its text: where it is, without asking
+    tp.shutdown()
+    assert x._repr_html_() is None
+    assert "shut down" in repr(x)
 
 
 def test_ipython_shows_both():

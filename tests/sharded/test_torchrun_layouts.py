@@ -1,8 +1,4 @@
-"""Covers: meshes of several axes under torchrun: DeviceMesh, DTensor, operations on blocks, and
-values that are moved to another layout.
-
-The cases are in ``_torchrun_layouts.py``; one job of four ranks runs them all.
-"""
+"""Covers: meshes of several axes under torchrun: one job runs the cases of _torchrun_layouts.py."""
 
 from pathlib import Path
 from typing import Any

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as functional
 from _sharded_values import HERE, each, fetched_bytes, functions, numbers, on_devices, on_mesh
 from _spies import asked
+from _support import close
 
 import torchpmap as tp
 
@@ -91,8 +92,7 @@ def test_copies_are_independent():
     twins.append(x.reshape(24) + 0)
     before = [twin.clone().cpu() for twin in twins]
     x.fill_(9)
-    for twin, right in zip(twins, before, strict=True):
-        torch.testing.assert_close(twin.cpu(), right)
+    close(twins, before)
 
 
 def test_mapped_functions_see_writes_through_views():
@@ -231,8 +231,7 @@ def test_writes_through_views_are_differentiated(function, derivative):
     value = numbers(4, 2, 3).add(0.25).div(8)
     expected = derivative(function, value.clone())
     for put in (tp.shard_batch, tp.replicate, lambda x: on_mesh(x, "ij", (2, 2), ("i", "j"))):
-        for got, want in zip(derivative(function, put(value)), expected, strict=True):
-            torch.testing.assert_close(got.cpu(), want)
+        close(derivative(function, put(value)), expected)
 
 
 def test_writes_that_torch_forbids_raise_its_errors():

@@ -1,8 +1,4 @@
-"""Covers: _sharded/host.py, _sharded/memory.py, _base/torch_internals.py: what is written
-to is written, and memory that is not here is not touched.
-
-Expectations are plain torch's.
-"""
+"""Covers: _sharded/host.py, memory.py: what is written to is written; no other memory is."""
 
 import copy
 import re
@@ -240,13 +236,9 @@ def test_data_names_the_value_of_another():
     assert w.tolist() == value.tolist() == [4, 4, 4]
     (w * 2).sum().backward()
     assert w.grad.tolist() == [2, 2, 2]
-
-
-def test_data_may_have_another_shape_and_layout():
-    x = tp.replicate(torch.zeros(3))
-    x.data = cut(torch.ones(4, 2, dtype=torch.float64))
-    assert (x.shape, x.dtype, x.sharding.spec) == ((4, 2), torch.float64, tp.P("devices"))
-    same(x + 1, torch.full((4, 2), 2.0, dtype=torch.float64))
+    value.data = cut(torch.ones(4, 2, dtype=torch.float64))  # of another shape and layout
+    assert (value.dtype, value.sharding.spec) == (torch.float64, tp.P("devices"))
+    same(value + 1, torch.full((4, 2), 2.0, dtype=torch.float64))
 
 
 def test_views_keep_the_value_that_was_replaced():
@@ -382,6 +374,7 @@ def test_compiled_functions_run_as_they_are(function):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(function, backend=backend)
+
     for _ in range(2):
         expected = function(numbers(4, 4))
         for got, right in zip(
@@ -394,19 +387,13 @@ def test_compiled_functions_run_as_they_are(function):
     assert sum(node.op.startswith("call") for node in nodes) <= 1  # x.cpu() + 1 is on the host
 
 
-def test_compiled_functions_differentiate():
+def test_compiled_functions_differentiate_and_call_mapped_ones():
     x = cut(numbers(4, 4)).requires_grad_()
     torch.compile(lambda x: (x**2).sum(), backend="eager")(x).backward()
     same(x.grad, 2 * numbers(4, 4))
-
-
-def test_a_whole_graph_of_it_is_refused():
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match=r"no compiled frames|[`']ShardedTensor['`]"):
         torch.compile(lambda x: x * 2, fullgraph=True, backend="eager")(cut(numbers(4, 4)))
-
-
-def test_compiled_functions_call_mapped_ones():
     double = tp.pmap(lambda x: x * 2, compile=EAGER)
     compiled = torch.compile(lambda x: double(x + 1) - 1, backend="eager")
     for x in (numbers(4, 4), cut(numbers(4, 4))):

@@ -9,6 +9,7 @@ import torch
 from _traced import F32, traced
 from torch._subclasses import fake_tensor
 
+import torchpmap as tp
 from torchpmap._base.devices import CUDA, usable_cores
 from torchpmap._base.torch_internals import FakeTensorMode
 from torchpmap._plan.cost import propagated
@@ -37,8 +38,9 @@ def definition(function, device, compile=True):
         lambda x: x + torch.full((4,), 2.0),
         lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0]),
         lambda x: x * W,
+        lambda x: sum(tp.psum([x * 2, x.sin(), x.sum()], "i")),
     ],
-    ids=["arange", "full", "constant", "closure"],
+    ids=["arange", "full", "constant", "closure", "sums"],
 )
 def test_processes_compare_plans_without_their_device_numbers(function):
     texts = [

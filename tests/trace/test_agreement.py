@@ -1,5 +1,6 @@
 """Covers: _trace/agreement.py, where devices that run Python compare their collectives."""
 
+import functools
 import pickle
 import subprocess
 import sys
@@ -27,23 +28,20 @@ def total(x):
     return tp.psum(x, "i")
 
 
-# -- programs that differ between devices, and would exchange equal shapes -------------------------
+DIRECT = functools.partial(tp.psum, axis_name="i")
 
 
-def swapped(x, odd):
-    if odd:
-        b = tp.psum(10 * x, "i")
-        return tp.psum(x, "i") + 0 * b
-    a = tp.psum(x, "i")
-    return a + 0 * tp.psum(10 * x, "i")
+def swapped(reduce):
+    """The sums of two values, on odd devices the other way round."""
 
+    def run(x, odd):
+        if odd:
+            b = reduce(10 * x)
+            return reduce(x) + 0 * b
+        a = reduce(x)
+        return a + 0 * reduce(10 * x)
 
-def swapped_calls_of_a_helper(x, odd):
-    if odd:
-        b = total(10 * x)
-        return total(x) + 0 * b
-    a = total(x)
-    return a + 0 * total(10 * x)
+    return run
 
 
 def swapped_on_one_line(x, odd):
@@ -68,29 +66,20 @@ def before_or_after_a_recursion(x, odd):
     return descend(2, odd)
 
 
-def backward_of_another(x, odd):
-    x = x.clone().requires_grad_()
-    a, b = tp.psum(2 * x, "i"), tp.psum(3 * x, "i")
-    (b if odd else a).backward()
-    return x.grad
+def backward_of_another(pair):
+    def run(x, odd):
+        x = x.clone().requires_grad_()
+        pair(x)[int(odd)].backward()
+        return x.grad
+
+    return run
 
 
-def backward_of_another_leaf(x, odd):
-    x = x.clone().requires_grad_()
-    a, b = tp.psum((2 * x, 3 * x), "i")
-    (b if odd else a).backward()
-    return x.grad
-
-
-def gradient_of_another_extreme(x, odd):
-    x = x.clone().requires_grad_()
-    a, b = tp.pmax(2 * x, "i"), tp.pmax(3 * x, "i")
-    (b if odd else a).backward()
-    return x.grad
+one_by_one = backward_of_another(lambda x: (tp.psum(2 * x, "i"), tp.psum(3 * x, "i")))
 
 
 def under_grad(x, odd):
-    return tp.grad(lambda x: swapped(x, odd) ** 2)(x)
+    return tp.grad(lambda x: swapped(DIRECT)(x, odd) ** 2)(x)
 
 
 IN_TEXT = [
@@ -99,14 +88,16 @@ IN_TEXT = [
 ]
 SQUARE = torch.arange(4.0).reshape(2, 2)
 DIVERGING = {
-    "swapped": swapped,
-    "swapped calls of a helper": swapped_calls_of_a_helper,
+    "swapped": swapped(DIRECT),
+    "swapped calls of a helper": swapped(total),
     "swapped on one line": swapped_on_one_line,
     "once more in a loop": once_more_in_a_loop,
     "before or after a recursion": before_or_after_a_recursion,
-    "backward of another": backward_of_another,
-    "backward of another leaf": backward_of_another_leaf,
-    "gradient of another extreme": gradient_of_another_extreme,
+    "backward of another": one_by_one,
+    "backward of another leaf": backward_of_another(lambda x: tp.psum((2 * x, 3 * x), "i")),
+    "gradient of another extreme": backward_of_another(
+        lambda x: (tp.pmax(2 * x, "i"), tp.pmax(3 * x, "i"))
+    ),
     "under grad": under_grad,
     "in text": lambda x, odd: exec(IN_TEXT[odd], {"tp": tp, "x": x}),
     "other operand": lambda x, odd: (odd and tp.psum(x, "i")) or (not odd and tp.psum(2 * x, "i")),
@@ -129,19 +120,10 @@ def test_no_value_of_programs_that_differ(name, pool):
     assert eagerly(total)(X).tolist() == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("function", [swapped_calls_of_a_helper, backward_of_another])
+@pytest.mark.parametrize("function", [swapped(total), one_by_one])
 def test_rows_that_differ(function, pool):
     with tp.debug.fake_pmap(serial=True), pytest.raises(tp.CollectiveMismatch):
         tp.pmap(lambda x: function(x, x > 1), "i")(X)
-
-
-def total_over_both(x, odd):
-    both = ("rows", "columns")
-    if odd:
-        b = tp.psum(10 * x, both)
-        return tp.psum(x, both) + 0 * b
-    a = tp.psum(x, both)
-    return a + 0 * tp.psum(10 * x, both)
 
 
 def test_axes_of_a_mesh_that_differ():
@@ -157,13 +139,11 @@ def test_axes_of_a_mesh_that_differ():
 def test_lanes_on_devices_that_differ(pool):
     def swapped_over_lanes(x):
         odd = bool(tp.axis_index("rows") == 1)
-        return tp.vmap(lambda v: total_over_both(v, odd), axis_name="columns")(x)
+        both = swapped(functools.partial(tp.psum, axis_name=("rows", "columns")))
+        return tp.vmap(lambda v: both(v, odd), axis_name="columns")(x)
 
     with pytest.raises(tp.CollectiveMismatch, match="devices run different collectives"):
         eagerly(swapped_over_lanes, "rows")(torch.arange(6.0).reshape(2, 3))
-
-
-# -- programs that do not differ -------------------------------------------------------------------
 
 
 def other_values_in_the_same_line(x, odd):
@@ -191,9 +171,6 @@ def test_programs_that_do_not_differ(name, pool):
     assert step(X[: len(expected)]).tolist() == expected
 
 
-# -- fingerprints ----------------------------------------------------------------------------------
-
-
 def fingerprints(source, filename="user.py"):
     """Those that ``look()`` takes in a program."""
     found = []
@@ -205,24 +182,18 @@ def fingerprints(source, filename="user.py"):
     return found
 
 
-def test_one_program_has_one_fingerprint_per_call():
+def test_programs_and_their_fingerprints():
     source = "def f():\n    look(); look()\n\nfor _ in range(2):\n    f()\nf()"
     keys = [fingerprint.key for fingerprint in fingerprints(source)]
     assert keys[:2] == keys[2:4]
     assert len(set(keys)) == 4  # of f() in the loop two, and of the other f() two
     assert keys == [fingerprint.key for fingerprint in fingerprints(source)]
-
-
-def test_lambdas_of_one_line_differ():
     first, second = fingerprints("for f in (lambda: look(), lambda: look()): f()")
-    assert first != second
-
-
-def test_folders_and_numbered_sources_do_not_count():
-    source = "look()"
-    assert fingerprints(source, "/a/user.py") == fingerprints(source, "/b/user.py")
-    assert fingerprints(source, "/a/user.py") != fingerprints(source, "/a/other.py")
-    assert fingerprints(source, "<eval_with_key>.1") == fingerprints(source, "<eval_with_key>.2")
+    assert first != second  # lambdas of one line
+    assert fingerprints("look()", "/a/user.py") == fingerprints("look()", "/b/user.py")
+    assert fingerprints("look()", "/a/user.py") != fingerprints("look()", "/a/other.py")
+    numbered = "<eval_with_key>.1", "<eval_with_key>.2"
+    assert fingerprints("look()", numbered[0]) == fingerprints("look()", numbered[1])
 
 
 def test_text_has_the_way_to_the_call():
@@ -253,9 +224,6 @@ def test_fingerprint_is_the_same_in_another_process():
     command = [sys.executable, "-c", FROM_A_PICKLE]
     other = subprocess.run(command, input=shipped, capture_output=True, check=True, timeout=60)
     assert other.stdout.decode() == key()
-
-
-# -- threads ---------------------------------------------------------------------------------------
 
 
 def test_collective_on_a_thread_of_the_functions(pool):

@@ -1,8 +1,4 @@
-"""Covers: _trace/buckets.py: sums over the devices run in buckets beside the computation.
-
-A CPU of these tests exchanges data while it computes, as accelerators do.  The numbers expected are
-those without buckets, and those of one device.
-"""
+"""Covers: _trace/buckets.py: sums run in buckets beside the computation; CPUs stand for GPUs."""
 
 import re
 from datetime import timedelta
@@ -12,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-from _support import EAGER
+from _support import EAGER, close
 from _traced import F32
 from _traced import traced as traced_of
 from hypothesis import given, settings
@@ -67,9 +63,13 @@ def loss(weights, x):
     return x.square().mean()
 
 
-def mean_gradients(*given):
+def gradients(*given):
     *weights, x = given
-    return tp.pmean(torch.func.grad(loss)(tuple(weights), x), "i")
+    return torch.func.grad(loss)(tuple(weights), x)
+
+
+def mean_gradients(*given):
+    return tp.pmean(gradients(*given), "i")
 
 
 def step(*given):
@@ -118,9 +118,6 @@ def examples(shapes=SHAPES, seed=0):
     return [torch.randn(shape, generator=make) for shape in shapes]
 
 
-# -- order ----------------------------------------------------------------------------------------
-
-
 def test_a_sum_starts_behind_its_gradient_and_is_awaited_before_its_first_use(buckets):
     buckets(WEIGHT_BYTES)
     graph = traced(step, *SHAPES)
@@ -155,46 +152,33 @@ def test_buckets_are_filled_up_to_their_size(buckets, group, limit, expected):
     assert sizes(traced(step, *SHAPES), *examples()) == expected
 
 
-def doubled(*xs):
-    return tp.psum([x * 2 for x in xs], "i")
-
-
 def twice(*xs):
     return tp.psum(tp.psum(xs, "i"), "i")
 
 
-@pytest.mark.parametrize(
-    ("limit", "function", "shapes", "expected", "copies"),
-    [
-        (
-            300,
-            lambda *xs: tp.psum([x * 2 for x in xs], "i"),
-            [(5,), (100,), (7,), ()],
-            [5, 100, 8],
-            1,
-        ),
-        (1000, twice, [(10,), (20,)], [30, 30], 2),
-    ],
-    ids=["a large tensor goes alone and without a copy", "sums over several axes share messages"],
-)
-def test_messages(buckets, group, limit, function, shapes, expected, copies):
+MESSAGES = {
+    "a large tensor goes alone and without a copy": (
+        300, lambda *xs: tp.psum([x * 2 for x in xs], "i"), [(5,), (100,), (7,), ()],
+        [5, 100, 8], 1),
+    "sums over several axes share messages": (1000, twice, [(10,), (20,)], [30, 30], 2),
+    "extremes are one message": (
+        64, lambda *xs: tp.pmax(list(xs), "i"), [(40,), (50,)], [90], 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages(buckets, group, name):
+    limit, function, shapes, expected, copies = MESSAGES[name]
     buckets(limit)
     graph = traced(function, *shapes)
     assert sizes(graph, *examples(shapes)) == expected
     assert order(graph, ("cat",)) == ["cat"] * copies
 
 
-def test_extremes_are_one_message(buckets):
-    buckets(64)
-    graph = traced(lambda *xs: tp.pmax(list(xs), "i"), (40,), (50,))
-    assert order(graph) == ["all_reduce", "wait_tensor"]
-
-
 def test_the_same_sums_one_by_one_go_in_the_same_buckets(buckets, group):
     def one_by_one(*given):
-        *weights, x = given
-        gradients = torch.func.grad(loss)(tuple(weights), x)
-        return [w - 0.1 * tp.pmean(g, "i") for w, g in zip(weights, gradients, strict=True)]
+        pairs = zip(given[:-1], gradients(*given), strict=True)
+        return [w - 0.1 * tp.pmean(g, "i") for w, g in pairs]
 
     buckets(2 * WEIGHT_BYTES)
     graph = traced(one_by_one, *SHAPES)
@@ -216,9 +200,8 @@ def test_a_sum_does_not_wait_for_one_that_depends_on_it(buckets, group):
 
 def test_what_is_cheap_goes_up_with_a_sum(buckets):
     def scaled(*given):
-        *weights, x = given
-        gradients = torch.func.grad(loss)(tuple(weights), x)
-        return [tp.psum((g * 2).T.to(torch.float64), "i") for g in reversed(gradients)]
+        wanted = reversed(gradients(*given))
+        return [tp.psum((g * 2).T.to(torch.float64), "i") for g in wanted]
 
     buckets(0)
     assert order(traced(scaled, *SHAPES), ("mm", "all_reduce")) == IN_TURN
@@ -244,25 +227,6 @@ def test_other_collectives_keep_their_order(buckets):
     assert launches.count("max") == 1
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_all_ranks_get_one_text(buckets, device):
-    if device == "cpu":
-        buckets(2 * WEIGHT_BYTES)
-
-    def sums(*given):
-        return tp.psum([x @ x.T for x in given], "i")
-
-    texts = {
-        str(traced(sums, *SHAPES, device=name).graph).replace(name, device)
-        for name in ((device, device) if device == "cpu" else ("cuda:0", "cuda:1"))
-    }
-    assert len(texts) == 1
-    assert "all_reduce" in texts.pop()
-
-
-# -- compiled code --------------------------------------------------------------------------------
-
-
 @pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what Inductor imports
 @pytest.mark.parametrize("function", [step, norms])
@@ -282,11 +246,7 @@ def test_compiled_code_starts_sums_while_it_computes(buckets, group, monkeypatch
     in_turn = [name.replace("all_reduce", "all_reduce_") for name in IN_TURN]
     assert found == [*in_turn, *["wait_tensor"] * LAYERS]
     given = examples(shapes)
-    for result, expected in zip(runner(list(given)), graph(*given), strict=True):
-        torch.testing.assert_close(result, expected)
-
-
-# -- numbers --------------------------------------------------------------------------------------
+    close(runner(list(given)), graph(*given))
 
 
 @pytest.fixture
@@ -350,8 +310,7 @@ def test_derivatives_from_outside(both):
     flat, found = both(value, *weights, x, limit=WEIGHT_BYTES, around=around, in_axes=AXES)
     assert all(map(torch.equal, flat, found))
     alone = torch.func.grad(lambda w: 4 * loss(w, x.flatten(0, 1)))(tuple(weights))
-    for got, expected in zip(found, alone, strict=True):
-        torch.testing.assert_close(got, expected)
+    close(found, alone)
 
 
 # Programs of operations on a list of matrices; psum of several goes in buckets. Each takes the list

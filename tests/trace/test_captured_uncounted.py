@@ -60,29 +60,24 @@ LAYOUTS = {
     "conjugate": lambda: torch.ones(4, 3, dtype=torch.complex64).conj(),
     "four megabytes": lambda: torch.ones(1 << 20),
 }
+BITS = {"0.0": -0.0, "nan": 1.0, "1.0": float("nan")}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_tensors_of_any_layout_are_compared(name):
-    w = LAYOUTS[name]()
-    f = tp.pmap(lambda x: w.sum().real.float() * x, compile=EAGER)
+@pytest.mark.parametrize("name", [*LAYOUTS, *BITS])
+def test_tensors_of_any_layout_are_compared_by_their_bits(name):
+    def read(x):
+        if w.dim():
+            return w.sum().real.float() * x
+        return torch.copysign(x, w) + torch.nan_to_num(w)
+
+    w = LAYOUTS[name]() if name in LAYOUTS else torch.tensor(float(name))
+    f = tp.pmap(read, compile=EAGER)
     before = f(ONES).cpu()
     with torch.inference_mode():  # where a write is not counted
-        w.data[(-1,) * w.dim()] = 100.0
-        expected = w.sum().real.float() * ONES
+        w.data[(-1,) * w.dim()] = BITS.get(name, 100.0)
+        expected = read(ONES)
     assert not before.equal(expected)
     assert f(ONES).cpu().equal(expected)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [(0.0, -0.0), (float("nan"), 1.0), (1.0, float("nan"))]
-)
-def test_bits_are_compared(before, after):
-    w = torch.tensor(before)
-    f = tp.pmap(lambda x: torch.copysign(x, w) + torch.nan_to_num(w), compile=EAGER)
-    f(ONES)
-    w.data.fill_(after)
-    assert f(ONES).cpu().equal(torch.copysign(ONES, w) + torch.nan_to_num(w))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""Covers: _trace/custom_ops.py, _trace/transform_rules.py: operations that users add to torch.
-
-A worker imports nothing of the user's, so what defines an operation travels with what uses it.
-"""
+"""Covers: _trace/custom_ops.py: operations that users add to torch travel with what uses them."""
 
 import subprocess
 import sys
@@ -75,36 +72,6 @@ torch.library.register_fake("torchpmap_tests_library::slope", torch.empty_like, 
 X, ROWS = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.arange(8.0)
 
 
-# What one may do with them ------------------------------------------------------------------------
-
-PROGRAMS = {
-    "alone": (lambda x: cube(x), X, X**3),
-    "by name": (lambda x: torch.ops.torchpmap_tests_local.cube(x), X, X**3),
-    "with a collective": (lambda x: tp.psum(cube(x), "i"), X, torch.full((4,), 100.0)),
-    "gradient": (tp.grad(lambda x: cube(x) * x), X, 4 * X**3),
-    "second derivative": (tp.grad(tp.grad(lambda x: cube(x) * x)), X, 12 * X**2),
-    "gradient through a collective": (tp.grad(lambda x: tp.psum(cube(x), "i")), X, 4 * 3 * X**2),
-    "more rows than devices": (lambda x: cube(x), ROWS, ROWS**3),
-    "their gradients": (tp.grad(lambda x: cube(x)), ROWS, 3 * ROWS**2),
-    "batch": (torch.func.vmap(lambda x: cube(x)), X.reshape(2, 2), X.reshape(2, 2) ** 3),
-    "gradients of a batch": (
-        torch.func.vmap(tp.grad(lambda x: cube(x))), X.reshape(2, 2), 3 * X.reshape(2, 2) ** 2),
-    "jacobian": (
-        torch.func.jacrev(lambda x: cube(x)), X.reshape(2, 2),
-        torch.stack([torch.diag(3 * row**2) for row in X.reshape(2, 2)])),
-    "in a scan": (lambda x: tp.scan(lambda c, _: (halve(c), None), x, None, length=3)[0], X, X / 8),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_inside_a_mapped_function(program, way):
-    f, x, expected = PROGRAMS[program]
-    compile, around = WAYS[way]
-    with around():
-        torch.testing.assert_close(tp.pmap(f, "i", compile=compile)(x).cpu(), expected)
-
-
 def test_transforms_from_outside(mode):
     f = tp.pmap(lambda x: cube(x), compile=mode)
     x = X.clone().requires_grad_()
@@ -131,9 +98,6 @@ def test_forward_mode_is_an_error_not_zero(mode):
     push = tp.pmap(lambda x: torch.func.jvp(cube, (x,), (x,))[1], compile=mode)
     with pytest.raises(NotImplementedError, match="forward-mode derivative of torchpmap_tests_loc"):
         push(X)
-
-
-# Signatures ---------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("torchpmap_tests_local::blend", mutates_args=())
@@ -179,22 +143,43 @@ def bump(x: Tensor) -> None:
     x += 1
 
 
-def test_lists_and_keywords(mode):
-    def f(x, y):
-        return tp.grad(lambda x: blend([x * x, y], [2.0, 3.0], shift=10.0))(x)
+library_ops = torch.ops.torchpmap_tests_library
+SQUARE = X.reshape(2, 2)
+PROGRAMS = {
+    "alone": (lambda x: cube(x), X, X**3),
+    "by name": (lambda x: torch.ops.torchpmap_tests_local.cube(x), X, X**3),
+    "with a collective": (lambda x: tp.psum(cube(x), "i"), X, torch.full((4,), 100.0)),
+    "gradient": (tp.grad(lambda x: cube(x) * x), X, 4 * X**3),
+    "second derivative": (tp.grad(tp.grad(lambda x: cube(x) * x)), X, 12 * X**2),
+    "gradient through a collective": (tp.grad(lambda x: tp.psum(cube(x), "i")), X, 4 * 3 * X**2),
+    "more rows than devices": (lambda x: cube(x), ROWS, ROWS**3),
+    "their gradients": (tp.grad(lambda x: cube(x)), ROWS, 3 * ROWS**2),
+    "batch": (torch.func.vmap(lambda x: cube(x)), SQUARE, SQUARE**3),
+    "gradients of a batch": (torch.func.vmap(tp.grad(lambda x: cube(x))), SQUARE, 3 * SQUARE**2),
+    "jacobian": (
+        torch.func.jacrev(lambda x: cube(x)), SQUARE,
+        torch.stack([torch.diag(3 * row**2) for row in SQUARE])),
+    "in a scan": (lambda x: tp.scan(lambda c, _: (halve(c), None), x, None, length=3)[0], X, X / 8),
+    "of importable modules": (lambda x: halve(x) + library_ops.treble(x), X, 3.5 * X),
+    "lists and keywords": (
+        tp.grad(lambda x: blend([x * x, x.detach()], [2.0, 3.0], shift=10.0)), X, 4 * X),
+    "a gradient by keyword": (
+        tp.grad(lambda x: parts(x=x - 2)[1]), X, torch.tensor([1.0, 1.0, 0.0, 0.0])),
+    "tuples and defaults": (
+        lambda x: torch.stack(parts(x - 2)), X,
+        torch.tensor([[0.0, -1.0], [0.0, 0.0], [1.0, 0.0], [2.0, 0.0]])),
+}  # fmt: skip
 
-    torch.testing.assert_close(tp.pmap(f, compile=mode)(X, X).cpu(), 4 * X)
 
-
-def test_tuples_and_defaults(mode):
-    def f(x):
-        up, down = parts(x - 2)
-        return up, down, tp.grad(lambda x: parts(x=x - 2)[1])(x)
-
-    up, down, gradient = tp.pmap(f, compile=mode)(X)
-    assert up.tolist() == [0.0, 0.0, 1.0, 2.0]
-    assert down.tolist() == [-1.0, 0.0, 0.0, 0.0]
-    assert gradient.tolist() == [1.0, 1.0, 0.0, 0.0]
+# Torch runs one without a rule row by row, and says so; up to 2.13 on stderr.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_inside_a_mapped_function(program, way):
+    f, x, expected = PROGRAMS[program]
+    compile, around = WAYS[way]
+    with around():
+        torch.testing.assert_close(tp.pmap(f, "i", compile=compile)(x).cpu(), expected)
 
 
 def test_in_place(mode):
@@ -205,12 +190,10 @@ def test_in_place(mode):
         return x * 10 + y
 
     stored = tp.device_put(X, tp.devices())
-    result = tp.pmap(f, compile=mode)(stored)
-    assert result.tolist() == [23.0, 35.0, 47.0, 59.0]
+    assert tp.pmap(f, compile=mode)(stored).tolist() == [23.0, 35.0, 47.0, 59.0]
     assert stored.tolist() == X.tolist()
 
 
-# Torch runs such an operation row by row, and says so; up to 2.13 on stderr.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_without_rules(mode):
     @torch.library.custom_op("torchpmap_tests_local::bare", mutates_args=())
@@ -228,8 +211,6 @@ def test_without_rules(mode):
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         tp.pmap(tp.grad(lambda x: bare(x)), compile=mode)(X)
 
-
-# Where they are defined ---------------------------------------------------------------------------
 
 SCRIPT = """
 import torch, torchpmap as tp
@@ -254,11 +235,6 @@ def test_a_script(tmp_path):
     assert run_program(str(script)).stdout.splitlines() == ["[4.0, 6.0]"] * 2
 
 
-def test_a_module_that_can_be_imported(mode):
-    f = tp.pmap(lambda x: halve(x) + torch.ops.torchpmap_tests_library.treble(x), compile=mode)
-    assert f(X).tolist() == (3.5 * X).tolist()
-
-
 def test_a_module_that_cannot_be_imported(mode):
     module = types.ModuleType("only_here")
     exec(
@@ -273,9 +249,6 @@ def test_a_module_that_cannot_be_imported(mode):
             tp.pmap(lambda x: torch.ops.only_here.same(x), compile=mode)(X)
     finally:
         del sys.modules["only_here"]
-
-
-# torch.library.Library outside of modules ---------------------------------------------------------
 
 
 @pytest.fixture
@@ -312,8 +285,6 @@ def test_hidden_operations_cannot_be_sent():
         f(X)
     assert "Define it with torch.library.custom_op" in str(caught.value)
 
-
-# What may change ----------------------------------------------------------------------------------
 
 offset = 1.0
 
@@ -366,8 +337,6 @@ def test_functions_that_cannot_travel(mode):
     if mode:
         assert "the Python functions of torchpmap_tests_local::locked" in str(caught.value)
 
-
-# C++ ----------------------------------------------------------------------------------------------
 
 CPP = """
 #include <ATen/core/Tensor.h>

@@ -145,21 +145,25 @@ def test_derivatives_from_outside_print_once_and_keep_checks(capsys, compile):
         mapped(x * 4).sum().backward()
 
 
-def test_users_own_prints_still_say_where_they_are_from(capsys):
+def test_other_prints(capsys):
     def f(x):
         print("mine", flush=True)
         tp.debug.print("ours")
         return x
 
+    def some(x):
+        if x > 1:
+            tp.debug.print("{}", x)
+        return x
+
     tp.pmap(f, compile=False)(torch.zeros(2)).block_until_ready()
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines) == ["[0] ours", "[1] ours", f"[{DEVICE}:0] mine", f"[{DEVICE}:1] mine"]
-
-
-def test_outside_a_mapped_function(capsys):
-    tp.debug.print("x={}", torch.tensor(3.0))
+    tp.debug.print("x={}", torch.tensor(3.0))  # outside a mapped function
     tp.vmap(lambda x: tp.debug.print("{}", x) or x, axis_name="j")(torch.arange(2))
     assert capsys.readouterr().out == "x=3.0\n[j=0] 0\n[j=1] 1\n"
+    with pytest.raises(tp.CollectiveMismatch, match="rank 2: print"):
+        tp.pmap(some, compile=False)(X)
 
 
 @pytest.mark.inductor
@@ -203,16 +207,6 @@ def test_misuse(run, text):
     call, kind = MISUSE[text]
     with pytest.raises(kind, match=text):
         run(call, torch.ones(4, 3), axis_name="i")
-
-
-def test_print_under_a_condition_is_a_mismatch():
-    def f(x):
-        if x > 1:
-            tp.debug.print("{}", x)
-        return x
-
-    with pytest.raises(tp.CollectiveMismatch, match="rank 2: print"):
-        tp.pmap(f, compile=False)(X)
 
 
 # assert_replicated -------------------------------------------------------------------------------

@@ -65,9 +65,6 @@ def settings():
     return module
 
 
-# Where names lead --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "fun", [reads_global, calls_another, lambda: [calls_another() for _ in "a"]]
 )
@@ -275,9 +272,6 @@ def test_attributes():
     assert noticed(lambda: strict.value, lambda: setattr(strict, "unset", 2))
     assert noticed(lambda r: r * w.tag, lambda: setattr(w, "tag", 2))
     assert not noticed(lambda r: r * w, lambda: setattr(w, "tag", 3))
-
-
-# What is no change -------------------------------------------------------------------------------
 
 
 def test_attributes_and_texts_with_the_name_of_a_global(monkeypatch):

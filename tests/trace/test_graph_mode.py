@@ -1,7 +1,4 @@
-"""Covers: _trace/graph_mode.py: the graph of a function is that which torch's make_fx makes.
-
-Where a graph cannot be compared, the numbers expected are those of plain torch.
-"""
+"""Covers: _trace/graph_mode.py: the graph of a function is that which torch's make_fx makes."""
 
 import pytest
 import torch

@@ -118,9 +118,6 @@ def test_sparse_gradients_from_outside(mode):
         result.backward()
 
 
-# Numbers and arrays ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**40])
 def test_numbers_that_no_dtype_holds(value):
     f = tp.pmap(lambda x, y: x, in_axes=(0, None), compile=EAGER)
@@ -168,8 +165,6 @@ def test_static_tensors():
             f(torch.ones(4), value)
 
 
-# Names of axes -----------------------------------------------------------------------------------
-
 COLLECTIVES = {
     "psum": tp.psum,
     "pmean": tp.pmean,
@@ -192,8 +187,6 @@ def test_names_that_are_none(collective, name):
     with pytest.raises(TypeError, match=f"^{collective}: axis_name must be the name of an axis"):
         f(torch.ones(4, 4))
 
-
-# Recurrent layers, of which torch cannot vmap any -------------------------------------------------
 
 LAYERS = {
     "GRU": lambda: torch.nn.GRU(3, 5, 2),

@@ -1,7 +1,4 @@
-"""Covers: _trace/leaves.py, on CPU devices: parameters of a function that is traced for a GPU.
-
-What is right is what plain torch gives for each row.
-"""
+"""Covers: _trace/leaves.py, on CPUs: parameters of a function that is traced for a GPU."""
 
 import pytest
 import torch

@@ -25,9 +25,6 @@ def there_and_back(value):
     return pickle.loads(pickled(value))
 
 
-# Functions ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "op",
     [
@@ -47,6 +44,12 @@ def test_operators_travel_by_name(op):
     assert there_and_back(op) is op or there_and_back(op) == op
 
 
+def test_an_operation_that_nothing_defines_is_named():
+    packed = pickled(torch.ops.aten.sin.default).replace(b"aten::sin", b"atem::sin")
+    with pytest.raises(RuntimeError, match=r"atem::sin is not known on the devices.*load_library"):
+        pickle.loads(packed)
+
+
 def test_operations_of_this_process_are_themselves_in_it():
     @torch.library.custom_op("torchpmap_tests_shipping::same", mutates_args=())
     def same(x: torch.Tensor) -> torch.Tensor:
@@ -61,12 +64,6 @@ def test_operations_of_this_process_are_themselves_in_it():
     assert same._backend_fns[None] is kernel
 
 
-def test_an_operation_that_nothing_defines_is_named():
-    packed = pickled(torch.ops.aten.sin.default).replace(b"aten::sin", b"atem::sin")
-    with pytest.raises(RuntimeError, match=r"atem::sin is not known on the devices.*load_library"):
-        pickle.loads(packed)
-
-
 def test_captured_tensors_are_listed_and_are_the_same_objects():
     w, module = torch.ones(2), torch.nn.Linear(2, 1)
     f, tensors = pickle.loads(pickled_function(lambda x: module(x * w) + w.sum(), "f()"))
@@ -75,16 +72,6 @@ def test_captured_tensors_are_listed_and_are_the_same_objects():
     ]
     assert any(inner is t for t in tensors)
     assert sum(isinstance(t, torch.nn.Parameter) for t in tensors) == 2
-
-
-def test_what_cannot_travel_is_named():
-    lock = threading.Lock()
-    with pytest.raises(
-        TypeError, match=r"runs step\(\) on the workers.*cannot pickle '_thread\.lock'"
-    ) as e:
-        pickled_function(lambda x: lock, "step()")
-    assert "or use compile=True" in str(e.value)
-    assert e.value.__cause__ is not None
 
 
 class Interrupted(Exception):
@@ -99,18 +86,23 @@ class Slow:
         raise self.error
 
 
-@pytest.mark.parametrize("error", [Interrupted(), TimeoutError("late"), KeyboardInterrupt()])
-def test_what_pickling_does_not_raise_is_left_alone(error):
-    slow = Slow(error)
-    with pytest.raises(type(error)) as e:
-        pickled_function(lambda x: slow, "step()")
-    assert e.value is error
+ERRORS = [
+    *((error, type(error), None) for error in (Interrupted(), TimeoutError(), KeyboardInterrupt())),
+    (RuntimeError(), TypeError, r"cannot be pickled: RuntimeError\."),
+    (None, TypeError, r"(?s)runs step\(\) on the workers.*cannot pickle '_thread\.lock'.*"
+     "or use compile=True"),
+]  # fmt: skip
 
 
-def test_the_reason_is_never_empty():
-    slow = Slow(RuntimeError())
-    with pytest.raises(TypeError, match=r"cannot be pickled: RuntimeError\."):
-        pickled_function(lambda x: slow, "step()")
+@pytest.mark.parametrize(("error", "kind", "text"), ERRORS)
+def test_what_cannot_travel_is_named_and_other_errors_are_left_alone(error, kind, text):
+    value = threading.Lock() if error is None else Slow(error)
+    with pytest.raises(kind, match=text) as raised:
+        pickled_function(lambda x: value, "step()")
+    if kind is TypeError:
+        assert raised.value.__cause__ is not None
+    else:
+        assert raised.value is error
 
 
 def test_memoryviews_keep_their_items():
@@ -142,9 +134,6 @@ def test_tensors_of_every_dtype_travel(dtype):
     for got, expected in zip(values, (whole, odd, part, empty), strict=True):
         assert (got.dtype, got.stride()) == (expected.dtype, expected.stride())
         assert got.double().tolist() == expected.double().tolist()
-
-
-# Graphs ------------------------------------------------------------------------------------------
 
 
 def some_graph():

@@ -96,36 +96,37 @@ def test_the_same_gradients(wrap, way, pool):
         torch.testing.assert_close((ws.grad, x.grad), expected)
 
 
+TRANSFORMS = {
+    "jacfwd": torch.func.jacfwd,
+    "jacrev": torch.func.jacrev,
+    "hessian": torch.func.hessian,
+    "grad of grad": lambda f: torch.func.grad(
+        lambda x: torch.func.grad(lambda x: f(x).sum())(x).sin().sum()
+    ),
+    "vmap": lambda f: (
+        lambda x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(torch.stack([x, x + 1]))
+    ),
+}
+
+
 @pytest.mark.parametrize("pool", [2], indirect=True)
-@pytest.mark.parametrize(
-    "transform",
-    [
-        torch.func.jacfwd,
-        torch.func.jacrev,
-        torch.func.hessian,
-        lambda f: torch.func.grad(lambda x: torch.func.grad(lambda x: f(x).sum())(x).sin().sum()),
-        lambda f: (
-            lambda x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(
-                torch.stack([x, x + 1])
-            )
-        ),
-    ],
-    ids=["jacfwd", "jacrev", "hessian", "grad of grad", "vmap"],
-)
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("outside", [True, False], ids=["outside", "inside"])
 def test_transforms(transform, outside, pool):
     w, x = WS[0, :3, :3], X[:, :2, :3]
 
-    def row(x, wrap):
-        return wrap(lambda x: torch.tanh(torch.exp(x @ w).sin()) * tp.psum(x, "i"), x).sum(-1)
+    def row(wrap):
+        f = lambda x: torch.tanh(torch.exp(x @ w).sin()) * tp.psum(x, "i")  # noqa: E731
+        return lambda x: wrap(f, x).sum(-1)
 
-    if outside:
-        got = transform(tp.pmap(partial(row, wrap=remat), "i", compile=EAGER))(x)
-        expected = transform(tp.vmap(partial(row, wrap=plain), axis_name="i"))(x)
-    else:
-        got = tp.pmap(transform(partial(row, wrap=remat)), "i", compile=EAGER)(x)
-        expected = tp.vmap(transform(partial(row, wrap=plain)), axis_name="i")(x)
-    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+    mapped, rows = partial(tp.pmap, axis_name="i", compile=EAGER), partial(tp.vmap, axis_name="i")
+    ours, theirs = row(remat), row(plain)
+    f, g = (
+        (transform(mapped(ours)), transform(rows(theirs)))
+        if outside
+        else (mapped(transform(ours)), rows(transform(theirs)))
+    )
+    torch.testing.assert_close(f(x).cpu(), g(x), rtol=1e-4, atol=1e-4)
 
 
 # Random numbers, modules, arguments --------------------------------------------------------------
@@ -187,8 +188,9 @@ def test_modules_and_keyword_arguments(mode):
     torch.testing.assert_close(got, [x.grad, *(p.grad for p in module.parameters())])
 
 
-def test_torch_is_itself_outside():
-    tp.pmap(lambda x: remat(torch.sin, x), compile=EAGER)(torch.ones(4))
+def test_errors_inside_are_the_functions_own_and_torch_is_itself_outside():
+    with pytest.raises(KeyError, match="mine"):
+        tp.pmap(lambda x: remat(lambda x: {}["mine"], x), compile=EAGER)(torch.ones(4))
     runs = []
 
     def f(x):
@@ -200,11 +202,6 @@ def test_torch_is_itself_outside():
         checkpoint(f, x, use_reentrant=use_reentrant).sum().backward()
         torch.testing.assert_close(x.grad, x.cos().detach() * x.sin().exp().detach())
     assert len(runs) == 4
-
-
-def test_errors_inside_are_the_functions_own():
-    with pytest.raises(KeyError, match="mine"):
-        tp.pmap(lambda x: remat(lambda x: {}["mine"], x), compile=EAGER)(torch.ones(4))
 
 
 # Less memory -------------------------------------------------------------------------------------
@@ -230,13 +227,10 @@ def peak_bytes(wrap):
 BLOCK = 32 * SIZE * 4
 
 
-def test_only_inputs_of_checkpoints_are_kept():
+def test_only_inputs_of_checkpoints_are_kept_and_the_peak_is_lower():
     # the parameters, the input of each layer and of the sum of squares
     assert residual_bytes(remat) <= WS.nbytes + (LAYERS + 1) * BLOCK
     assert residual_bytes(plain) > WS.nbytes + 3 * LAYERS * BLOCK
-
-
-def test_the_peak_is_lower():
     assert peak_bytes(remat) <= peak_bytes(plain) - 2 * (LAYERS - 1) * BLOCK
 
 

@@ -35,9 +35,6 @@ def test_past_200_repetitions_a_warning_points_to_scan():
     assert "`x = torch.sin(x)  # one of many steps` runs 201 times" in text
     assert "(aten.sin.default)" in text
     assert "Write it as torchpmap.scan(body, init, xs)" in text
-
-
-def test_the_warning_comes_once_at_the_line_of_the_call():
     f = tp.pmap(lambda x: many(x, 250), compile=EAGER)
     with pytest.warns(UserWarning, match="runs 250 times") as caught:
         f(X)
@@ -104,14 +101,11 @@ def test_only_loops_get_a_warning(name):
     assert len(lowered((LOOPS | FINE)[name], torch.ones(4, 3))) == (name in LOOPS)
 
 
-def test_a_tree_of_many_leaves_is_no_loop():
+def test_many_leaves_and_operations_of_other_shapes_are_no_loop():
     rows = [X] * 300
     assert lowered(lambda xs: sum(x * 2 for x in xs), rows) == []
     (text,) = lowered(lambda xs: many(sum(xs), 320), rows)
     assert "runs 320 times" in text
-
-
-def test_operations_of_other_shapes_are_no_loop():
     texts = lowered(other_shapes, torch.ones(4, 240))
     assert not [text for text in texts if "aten.mul" in text]
 

@@ -1,8 +1,4 @@
-"""Covers: _trace/partition.py, _trace/compile.py: blocks have the strides that were traced.
-
-Expectations are those of torch.func.vmap, for the same function of a row.  Here are operations that
-mix up strides most, and those that tests/programs/fuzz.py does not draw.
-"""
+"""Covers: _trace/partition.py, compile.py: blocks have the strides that were traced."""
 
 import pytest
 import torch
@@ -98,9 +94,6 @@ def test_operations(name, pool):
 @pytest.mark.parametrize("name", ["attention by einsum", "convolution of images", "last"])
 def test_compiled(name, pool):
     check([name], True)
-
-
-# Operations whose results have other strides than their fakes ------------------------------------
 
 
 @torch.library.custom_op("strides::turned", mutates_args=())

@@ -25,9 +25,6 @@ def placeholders(result):
     return [node for node in result.graph.graph.nodes if node.op == "placeholder"]
 
 
-# Inputs and outputs ------------------------------------------------------------------------------
-
-
 def test_a_graph_computes_the_function_which_runs_once_on_one_thread():
     threads = []
 
@@ -66,7 +63,29 @@ def test_dead_code_and_detaches_are_dropped():
     assert ops(traced(body, (2,))) == ["aten.sin"]
 
 
-# Captured tensors --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            lambda x, w: (x.squeeze(0) * 2 + w).sin().unsqueeze(0),
+            ["aten.mul.Tensor", "aten.add.Tensor", "aten.sin"],
+        ),
+        (lambda x, w: (x.squeeze(0)[0] * w).unsqueeze(0), None),  # the result has no such row
+        (lambda x, w: x.squeeze(0).sum(0), None),  # no operation on each number
+        (lambda x, w: (x.squeeze(0) + w.double()).unsqueeze(0), None),  # promotes by dims
+        (lambda x, w: (x.squeeze(0) * x.squeeze(0)).view(-1, 1) + x, None),  # also otherwise used
+        (lambda x, w: (w + x.squeeze(0)).squeeze(0).unsqueeze(0), None),
+        (lambda x, w: x.squeeze(0).clone().add_(w).unsqueeze(0), None),  # it writes
+    ],
+)
+def test_operations_on_each_number_keep_the_row_of_a_block(body, expected):
+    result = traced(body, (1, 3), (3,))
+    assert expected in (None, ops(result))
+    x, w = torch.rand(1, 3), torch.rand(3)
+    (found,) = result.graph(x, w)
+    torch.testing.assert_close(found, body(x, w), rtol=0, atol=0)
+    scalar = traced(body, (1, 1), (1,)).graph(x[:, :1], w[:1])
+    torch.testing.assert_close(scalar[0], body(x[:, :1], w[:1]), rtol=0, atol=0)
 
 
 def test_captured_tensors_become_inputs():
@@ -104,9 +123,6 @@ def test_gradients_of_captured_parameters_are_put_back():
     assert w.grad is before
 
 
-# Collectives and equal outputs -------------------------------------------------------------------
-
-
 def broadcasts(result):
     return sum("torchpmap" in op or "_c10d_functional" in op for op in ops(result))
 
@@ -133,9 +149,6 @@ def test_what_depends_on_a_varying_input_varies():
     named = graph.call_function(aten.mul.Tensor, (w,), {"other": x})
     assert varying_nodes(graph, {x}, Along(("g",))) == {x, both, listed, named}
     assert varying_nodes(graph, set(), Along(("g",))) == set()
-
-
-# What cannot be traced ---------------------------------------------------------------------------
 
 
 def test_nothing_is_left_bound_after_an_error():

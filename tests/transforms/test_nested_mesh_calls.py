@@ -87,18 +87,6 @@ def test_gradients_lie_as_the_arguments_do():
     assert slope.sharding == y.sharding
 
 
-def test_backward_inside():
-    def f(w, x):
-        w = w.clone().requires_grad_()
-        (w * x).sum().sin().backward()
-        return tp.psum(w.grad, NAMES)
-
-    w, x = sample(3), sample(2, 4, 3, seed=1)
-    options = {"in_axes": (None, 0), "out_axes": None}
-    got = nested(f, options, **options)(w, x)
-    same(got, ((x @ w).cos()[..., None] * x).sum((0, 1)))
-
-
 # --- random numbers -------------------------------------------------------------------------------
 
 

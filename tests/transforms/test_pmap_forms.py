@@ -26,9 +26,6 @@ def double(x):
     return x * 2
 
 
-# Functions ---------------------------------------------------------------------------------------
-
-
 class Scaler:
     def __init__(self, scale):
         self.scale = scale
@@ -53,25 +50,18 @@ CALLABLES = {
     "method": Scaler(2).method,
     "classmethod": Scaler.build,
     "bound call": Scaler(2).__call__,
+    "of torch": torch.neg,
+    "operation": torch.ops.aten.sin.default,
+    "module": torch.nn.Tanh(),
+    "method of a module": torch.nn.Tanh().forward,
+    "compiled": torch.compile(lambda x: x.sin() * 2, backend="eager"),
 }
+CALLABLES["with a compiled one inside"] = lambda x: CALLABLES["compiled"](x)
 
 
 @pytest.mark.parametrize("fun", CALLABLES.values(), ids=CALLABLES)
 def test_any_callable(mode, fun):
-    assert tp.pmap(fun, compile=mode)(X).tolist() == [0.0, 2.0, 4.0, 6.0]
-
-
-def test_functions_of_torch(mode):
-    inner = torch.compile(lambda x: x.sin() * 2, backend="eager")
-    functions = [torch.neg, torch.ops.aten.sin.default, inner, lambda x: inner(x)]
-    for function in functions:
-        found = tp.pmap(function, compile=mode)(X)
-        torch.testing.assert_close(found.cpu(), function(X))
-    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
-    x = torch.arange(24.0).reshape(4, 2, 3) / 24
-    with torch.no_grad():
-        for function in (module, module.forward):
-            torch.testing.assert_close(tp.pmap(function, compile=mode)(x).to_host(), module(x))
+    torch.testing.assert_close(tp.pmap(fun, compile=mode)(X).cpu(), fun(X))
 
 
 def test_looks_like_the_function():
@@ -211,38 +201,6 @@ def test_classes_with_slots(mode):
     assert instance.mapped(X).tolist() == (X * 3).tolist()
 
 
-# Compiling ---------------------------------------------------------------------------------------
-
-
-def scaling_backend(graph, example_inputs, **extra):
-    def run(*inputs):
-        return [output * extra["options"]["scale"] for output in graph(*inputs)]
-
-    return run
-
-
-OF_INDUCTOR = [
-    True,
-    {},
-    {"mode": "default"},
-    {"options": {"max_fusion_size": 4}},
-    {"backend": "inductor", "mode": "max-autotune-no-cudagraphs"},
-]
-VOCABULARY = [EAGER, {"backend": "aot_eager"}]
-VOCABULARY += [pytest.param(compile, marks=pytest.mark.inductor) for compile in OF_INDUCTOR]
-
-
-@pytest.mark.parametrize("compile", VOCABULARY, ids=str)
-def test_compile_vocabulary(compile):
-    mapped = tp.pmap(double, compile=compile, devices=tp.devices()[:1])  # each imports back ends
-    assert mapped(X[2:3]).tolist() == [4.0]
-
-
-def test_callable_backends_get_the_graph_and_the_options():
-    f = tp.pmap(double, compile={"backend": scaling_backend, "options": {"scale": 10}})
-    assert f(X).tolist() == [0.0, 20.0, 40.0, 60.0]
-
-
 @pytest.mark.inductor
 @pytest.mark.always  # there is no compiler
 def test_without_a_cpp_compiler(monkeypatch):
@@ -254,9 +212,6 @@ def test_without_a_cpp_compiler(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tp.pmap(lambda x: x * 3)(X).tolist() == [0.0, 3.0, 6.0, 9.0]
-
-
-# What cannot be traced ---------------------------------------------------------------------------
 
 
 def branch(x):
@@ -303,9 +258,6 @@ def test_falls_back_with_one_warning_that_names_the_line(fun, line, x, expected)
     assert error.value.__cause__ is not None
 
 
-# Exceptions of the user --------------------------------------------------------------------------
-
-
 def test_shape_errors_are_torchs_own_and_point_at_the_line(capfd, caplog):
     def fails(x):
         return x @ torch.ones(5, 2)
@@ -316,9 +268,6 @@ def test_shape_errors_are_torchs_own_and_point_at_the_line(capfd, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     frames = [frame.name for frame in error.traceback if str(frame.path) == __file__]
     assert frames[-1] == "fails"
-
-
-# Inside and around other transforms ---------------------------------------------------------------
 
 
 def test_results_do_not_require_grad_where_nothing_does(mode):

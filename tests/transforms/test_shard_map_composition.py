@@ -8,18 +8,11 @@ import functools
 
 import pytest
 import torch
-from _support import EAGER, WAYS
+from _blocks import XY, X, mapped
+from _support import WAYS
 
 import torchpmap as tp
 from torchpmap import P
-
-X = torch.arange(16.0).reshape(4, 4)
-XY = P("x", "y")
-
-
-def mapped(fun, mesh, in_specs, out_specs, **options):
-    options.setdefault("compile", EAGER)
-    return tp.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
 
 
 def blocks(x):

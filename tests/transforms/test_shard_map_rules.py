@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from _blocks import XY, X, mapped
 from _support import DEVICE, EAGER, in_threads
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
@@ -20,24 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import torchpmap as tp
 from torchpmap import P
 from torchpmap._layout.current_mesh import current_mesh
-
-X = torch.arange(16.0).reshape(4, 4)
-XY = P("x", "y")
-
-
-def mapped(fun, mesh, in_specs, out_specs, **options):
-    options.setdefault("compile", EAGER)
-    return tp.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
-
-
-def test_rule_1_decorator_wrapped_and_lower(mesh):
-    @tp.shard_map(mesh=mesh, in_specs=XY, out_specs=P("x"), compile=EAGER)
-    def total(a):
-        return tp.psum(a, "y")
-
-    assert total(X).tolist() == (X[:, :2] + X[:, 2:]).tolist()
-    assert total.__wrapped__.__name__ == "total"
-    assert "all_reduce" in total.lower(X).as_text()
 
 
 @pytest.mark.parametrize("options", [{"in_specs": XY}, {}])
@@ -178,6 +161,7 @@ MISUSE = [
     ({"in_specs": "x"}, TypeError, "it is 'x' of type str"),
     ({"out_specs": 0}, TypeError, "it is 0 of type int"),
     ({"mesh": 3}, TypeError, "must be a torchpmap.Mesh"),
+    ({"f": 3}, TypeError, "shard_map takes a callable, but got 3 of type int"),
     ({"randomness": "none"}, ValueError, "'different', 'same' or 'error'"),
     ({"donate_argnums": "a"}, TypeError, "donate_argnums must be int"),
 ]
@@ -185,9 +169,9 @@ MISUSE = [
 
 @pytest.mark.parametrize(("changes", "error", "text"), MISUSE)
 def test_rule_11_misuse(mesh, changes, error, text):
-    options = {"mesh": mesh, "in_specs": P(), "out_specs": P(), **changes}
+    options = {"f": torch.neg, "mesh": mesh, "in_specs": P(), "out_specs": P(), **changes}
     with pytest.raises(error, match=text):
-        tp.shard_map(lambda a: a, **options)
+        tp.shard_map(options.pop("f"), **options)
 
 
 def test_rule_13_closures_get_gradients(mesh):

@@ -1,6 +1,5 @@
 """Covers: _transforms/call.py, _transforms/mapped.py, _plan/plan.py: which calls share a trace:
-kinds of arguments, statics, orders of keys, lowered calls, what threads change. Gradients inside,
-donation.
+kinds of arguments, statics, orders of keys, lowered calls. Donation.
 """
 
 import copy
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from _spies import Traces, asked, counted
-from _support import EAGER, autocast
+from _support import EAGER
 
 import torchpmap as tp
 
@@ -110,23 +109,16 @@ def test_a_function_sees_its_own_order_of_keys_and_keywords(mode):
     of_keywords = tp.pmap(lambda **d: torch.stack(list(d.values())), compile=mode)
     same_keys = tp.pmap(lambda d: {key: d[key] + 1 for key in d}, compile=mode)
     first = tp.pmap(lambda d: next(iter(d["c"].values())), compile=mode)
+    weighted = lambda d: (torch.stack(list(d.values())) * torch.tensor([1.0, 10.0])).sum()  # noqa: E731
+    gradient = tp.pmap(tp.grad(weighted), compile=mode)
     for tree in ({"a": X, "b": -X}, {"b": -X, "a": X}) * 2:
         assert stacked(tree).tolist() == torch.stack(list(tree.values()), 1).tolist()
         assert of_keywords(**tree).tolist() == torch.stack(list(tree.values()), 1).tolist()
         assert list(same_keys(tree)) == list(tree)
         assert first({"c": tree}).tolist() == next(iter(tree.values())).tolist()
-
-
-def test_gradients_with_the_keys_in_another_order():
-    def loss(params, x):
-        return (torch.stack(list(params.values())) * torch.tensor([1.0, 10.0])).sum() * x
-
-    f = tp.pmap(tp.grad(loss), in_axes=(None, 0), compile=EAGER)
-    w = torch.tensor(1.0)
-    for order, expected in (("ab", (1.0, 10.0)), ("ba", (10.0, 1.0)), ("ab", (1.0, 10.0))):
-        found = f(dict.fromkeys(order, w), X + 1)
-        assert list(found) == list(order)
-        assert (found["a"][0].item(), found["b"][0].item()) == expected
+        slopes = gradient(tree)
+        assert list(slopes) == list(tree)
+        assert [slope[0].item() for slope in slopes.values()] == [1.0, 10.0]
 
 
 def test_lower_and_the_call_trace_once():
@@ -212,39 +204,6 @@ def test_traces_per_scalar_type():
     assert f(X, 4.0).tolist() == (X * 4).tolist()
     g, traces = counted(lambda x, h: h(x), static_broadcasted_argnums=1)
     assert traces_of(g, traces, [((X, lambda x: x), {}) for _ in range(2)]) == [1, 2]
-
-
-def test_the_training_loop_is_traced_once():
-    step, traces = counted(lambda state, x: {"w": state["w"] + x.sum()})
-    state = {"w": X.numpy()}
-    for _ in range(4):
-        state = step(state, X)
-    assert state["w"].tolist() == [0.0, 5.0, 10.0, 15.0]
-    assert traces.n == 1
-
-
-def test_traces_per_ambient_setting():
-    f, traces = counted(lambda x: torch.full((2,), 1.5) @ x.repeat(2))
-    f(X)
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert tp.pmap(lambda x: torch.ones(1), compile=EAGER)(X).dtype == torch.float64
-        f(X.double())
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert traces.n == 2
-    mm, traces = counted(lambda x: x @ x)
-    square = torch.ones(4, 2, 2)
-    assert mm(square).dtype == torch.float32
-    with autocast(torch.bfloat16):
-        assert mm(square).dtype == torch.bfloat16
-    with autocast(torch.float16):
-        assert mm(square).dtype == torch.float16
-    assert mm(square).dtype == torch.float32
-    assert traces.n == 3
-
-
-# Gradients inside --------------------------------------------------------------------------------
 
 
 def test_backward_inside(mode):

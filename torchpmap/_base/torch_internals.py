@@ -257,6 +257,12 @@ next_node_number = torch.autograd._get_sequence_nr
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
 """Whether ``torch.profiler`` records this thread; another one would end it without an error."""
 
+
+def is_profiler_on() -> bool:
+    """Whether ``torch.profiler`` records any thread of this process."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 ALL_THREADS: Any = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 """For ``torch.profiler.profile``."""
 

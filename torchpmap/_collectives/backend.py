@@ -18,14 +18,14 @@ translates:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.torch_groups import group_named
-from torchpmap._base.torch_internals import FakeTensor, fake_mode
+from torchpmap._base.torch_internals import FakeTensor, fake_mode, is_profiler_on
 from torchpmap._layout import axis_stack
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -243,15 +243,15 @@ def _ppermute_run(
 ) -> torch.Tensor:
     process_group = group_named(group)
     rank, size = process_group.rank(), process_group.size()
+    permute = getattr(process_group, "permute", None)
+    if permute is not None:  # a group in shared memory, which needs no counts
+        return permute(x, sources[destinations.index(rank)] if rank in destinations else None)
     sends, receives = [0] * size, [0] * size
     for source, destination in zip(sources, destinations, strict=True):
         if source == rank:
             sends[destination] = 1
         if destination == rank:
             receives[source] = 1
-    permute = getattr(process_group, "permute", None)
-    if permute is not None:  # a group in shared memory, which needs no counts
-        return permute(x, receives.index(1) if any(receives) else None)
     rows = x.contiguous().unsqueeze(0)[: sum(sends)]
     # waits here, because a compiler would write the next value over the input while it is still
     # being read; it knows the collectives of torch, but not this one
@@ -268,3 +268,24 @@ _library.define(
 )
 _library.impl("ppermute", _ppermute_run, "CompositeExplicitAutograd")
 _library.impl("ppermute", lambda x, *_: x.new_empty(x.shape), "Meta")
+
+
+# --- without torch's dispatcher -------------------------------------------------------------------
+
+
+def _all_reduced(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    all_reduced = getattr(group_named(group), "all_reduced", None)
+    if all_reduced is None or is_profiler_on():  # a profile lists operations
+        return c10d.all_reduce.default(x, op, group)
+    return all_reduced(x, op)
+
+
+def _permuted(x: torch.Tensor, *how: Any) -> torch.Tensor:
+    run = torch.ops.torchpmap.ppermute.default if is_profiler_on() else _ppermute_run
+    return run(x, *how)
+
+
+DIRECTLY = {c10d.all_reduce.default: _all_reduced, torch.ops.torchpmap.ppermute.default: _permuted}
+"""Operation -> what does the same in a graph that is run operation by operation.  To call one
+through the dispatcher takes longer than a small collective, and ``all_reduce`` copies its input.
+"""

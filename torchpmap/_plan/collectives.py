@@ -100,22 +100,23 @@ def operations(graph: Graph, around: tuple[Node, ...] = ()) -> Iterator[tuple[No
 def met(graph: Graph) -> list[Met]:
     """The nodes that communicate, once for each group."""
     return [
-        Met(node, group, around) for node, around in operations(graph) for group in _groups_of(node)
+        Met(node, group, around) for node, around in operations(graph) for group in groups_of(node)
     ]
 
 
-def _groups_of(node: Node) -> list[str]:
+def groups_of(node: Node) -> list[str]:
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace not in NAMESPACES:
         return []
-    given = _arguments(node)
+    given = arguments(node)
     if target._opname == PRINT:
         return list(given["groups"])
     last = target._schema.arguments[-1].name
     return [str(given[last])] if last.startswith("group") else []
 
 
-def _arguments(node: Node) -> dict[str, Any]:
+def arguments(node: Node) -> dict[str, Any]:
+    """Of an operation of torch, by name."""
     target: Any = node.target
     names = [argument.name for argument in target._schema.arguments]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -139,7 +140,7 @@ def name_of(node: Node) -> str:
 
 def collective(plan: Plan, found: Met) -> Collective:
     """What a node of a plan does; it has its fake value as ``meta["val"]``, and so have others."""
-    node, given = found.node, _arguments(found.node)
+    node, given = found.node, arguments(found.node)
     inside = tuple(map(_inside, found.around))
     sources = given.get("sources")
     splits, size = given.get("output_split_sizes"), given.get("group_size")

@@ -29,7 +29,7 @@ from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.plan import Captured, Drawn, Pinned, Plan
 from torchpmap._runtime.base import Team
 from torchpmap._runtime.current import runtime as current_runtime
-from torchpmap._trace.compile import EAGER, Backend, Definition, Kind
+from torchpmap._trace.compile import EAGER, Backend, Definition, Kind, only_communicates
 from torchpmap._trace.custom_ops import Implementations
 from torchpmap._trace.escaped import EscapeWatch
 from torchpmap._trace.program import Outcome
@@ -286,6 +286,8 @@ def _definition(
     uses_index: bool,
 ) -> Definition:
     backend = _usable(target.backend, target.devices)
+    if backend.is_inductor and target.devices[0].platform == "cpu" and only_communicates(graph):
+        backend = EAGER
     number = next(_plan_ids)
     kinds = tuple(inputs), tuple(outputs)
     return Definition(

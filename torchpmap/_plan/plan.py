@@ -26,6 +26,7 @@ from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.defining import define
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import ShardedTensor, gather
+from torchpmap._trace import recording
 from torchpmap._trace.compile import Definition
 from torchpmap._trace.custom_ops import Implementations
 from torchpmap._trace.program import GIVE_AN_AXIS, not_replicated
@@ -221,12 +222,15 @@ class Plan:
             captured: blocks instead of the tensors it closes over.
             give_up: see ``Runtime.execute``.
         """
-        if self.undefined:
+        if self.undefined and recording.ring is None:
             self.define()
         if self.captured:
             if captured is None:
                 captured = [each.handle() for each in self.captured]
             held[:0] = captured
+        if recording.ring is not None:
+            recording.ring.keep(self, held)
+            self.define()  # only now, so that a call that does not compile is kept
         team = self.team
         num_outputs = len(self.outputs) + self.num_residuals
         return team.runtime.execute(team, self.definition.plan_id, held, num_outputs, give_up)

@@ -25,6 +25,7 @@ from torchpmap._plan.uncompiled_work import Given, UncompiledReport, UncompiledW
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._runtime.task import Task
 from torchpmap._sharded.device_put import handles_of
+from torchpmap._trace import recording
 from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.pickling import number_of, pickled_function
 from torchpmap._trace.program import Program, not_replicated, unequal_results
@@ -76,6 +77,7 @@ class UncompiledPlan:
         timeout = runtime.timeout if self._timeout is None else self._timeout
         task = self._task(key, timeout, here=runtime.runs_here)
         held = handles_of(leaves, layouts)
+        recording.lacks(self._prefix, "as Python on the devices (compile=False)")
         told, outputs = runtime.run_task(team, task, held)
         reports = cast(list[UncompiledReport], told)
         self._check(reports)

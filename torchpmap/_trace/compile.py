@@ -30,7 +30,7 @@ from torchpmap._base.torch_internals import (
     OpOverload,
     new_fake,
 )
-from torchpmap._collectives.backend import NAMESPACES
+from torchpmap._collectives.backend import DIRECTLY, NAMESPACES
 from torchpmap._layout.axis_stack import is_group_name
 from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_body, boxed_call
 from torchpmap._trace.compiled_loops import (
@@ -238,6 +238,16 @@ def communicates(definition: Definition) -> bool:
     return in_functions or not _namespaces(definition.graph).isdisjoint(NAMESPACES)
 
 
+_VIEWS = (torch.ops.aten.squeeze.dim, torch.ops.aten.unsqueeze.default, torch.ops.aten.view.default)
+
+
+def only_communicates(graph: torch.fx.GraphModule) -> bool:
+    """Whether there is nothing to compile: Inductor would only copy the inputs."""
+    called = [node.target for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+    plain = {target for target in called if target not in _VIEWS}
+    return bool(plain) and all(getattr(each, "namespace", "") in NAMESPACES for each in plain)
+
+
 def has_users_operations(graph: torch.fx.GraphModule) -> bool:
     """Whether a result may differ from its fake, so that Inductor's checks are needed."""
     return not _namespaces(graph) <= NATIVE
@@ -355,7 +365,7 @@ def _in_order(module: torch.fx.GraphModule) -> Boxed:
     Its views are copies where the strides allow no view, unless it writes to a tensor.
     """
     keeps = writes(module.graph) or _keeps_strides(module.graph)
-    return boxed_code(module, {} if keeps else _COPIES)
+    return boxed_code(module, DIRECTLY if keeps else DIRECTLY | _COPIES)
 
 
 def _inductor(

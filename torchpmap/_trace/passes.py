@@ -9,6 +9,7 @@ import torch
 
 from torchpmap._base.errors import lost_write
 from torchpmap._base.torch_internals import (
+    OpOverload,
     outside_modes,
     outside_transforms,
 )
@@ -17,9 +18,11 @@ from torchpmap._layout.axis_stack import is_of_one
 from torchpmap._trace.capture import Capture
 from torchpmap._trace.graphs import (
     copy_written,
+    is_kept,
     kind_of_node,
     placeholders,
     storages,
+    writes,
     written_storages,
 )
 from torchpmap._trace.repetition import keep_only_places
@@ -101,6 +104,55 @@ def drop_in_place_views(graph: torch.fx.GraphModule) -> None:
         view = _IN_PLACE.get(node.target)
         if view is not None and len(node.args[0].users) == 1:
             node.target = view
+
+
+_SQUEEZE, _UNSQUEEZE = _aten.squeeze.dim, _aten.unsqueeze.default
+
+
+def keep_rows(module: torch.fx.GraphModule) -> None:
+    """Let operations on each number work on the blocks, each of one row, as they are:
+
+        unsqueeze(add(squeeze(x, 0), w), 0)    ->    add(x, w)
+
+    A view takes as long as a small operation does.
+    """
+    graph: Any = module.graph
+    for node in graph.nodes if not writes(graph) else ():
+        if _keeps_rows(node):
+            with graph.inserting_before(node), node.meta["val"].fake_mode:
+                args = tuple(_row_of(x) or x for x in node.args)
+                whole = graph.create_node(node.op, node.target, args, node.kwargs, node.name)
+                whole.meta = node.meta | {"val": node.meta["val"].unsqueeze(0)}
+                row = graph.call_function(_SQUEEZE, (whole, 0))
+                row.meta = node.meta
+            node.replace_all_uses_with(row)
+        elif node.target is _UNSQUEEZE and node.args[1] == 0 and (whole := _row_of(node.args[0])):
+            node.replace_all_uses_with(whole)
+    graph.eliminate_dead_code(is_impure_node=is_kept)
+
+
+def _row_of(value: Any) -> torch.fx.Node | None:
+    """The block whose only row a value is; None if it is none."""
+    if not isinstance(value, torch.fx.Node) or value.target is not _SQUEEZE or value.args[1] != 0:
+        return None
+    block: Any = value.args[0]
+    is_row = isinstance(block, torch.fx.Node) and block.meta["val"].shape[:1] == (1,)
+    return block if is_row else None
+
+
+def _keeps_rows(node: torch.fx.Node) -> bool:
+    """Whether an operation gives the same numbers for a block of one row as for that row."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
+        return False
+    if torch.Tag.nondeterministic_seeded in target.tags or any(
+        isinstance(x, torch.fx.Node) for x in node.kwargs.values()
+    ):
+        return False
+    dims = {x.meta["val"].ndim for x in node.all_input_nodes if _row_of(x)}
+    # a tensor without dims has less say in what dtype the result has
+    dtypes = {x.meta["val"].dtype for x in node.all_input_nodes}
+    return node.meta["val"].ndim in dims and len(dtypes) == 1
 
 
 def drop_collectives_of_one(module: torch.fx.GraphModule) -> None:

@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.sources import PACKAGE, STDLIB, is_users, line
 from torchpmap._collectives.backend import NAMESPACES
+from torchpmap._trace import recording
 from torchpmap._trace.graphs import inner_modules
 
 LIMIT = 200
@@ -106,8 +107,19 @@ def place_of(node: Node) -> str:
     """The user's line that made a node; empty if it is not known."""
     if _LINE in node.meta:
         return str(node.meta[_LINE])
+    place = file_and_line(node)
+    return "" if place is None else line(*place)
+
+
+def file_and_line(node: Node) -> tuple[str, int] | None:
+    """The same as file and number; None if it is not known."""
     place = node.meta.get(_PLACE)
-    return "" if place is None else line(place.file, place.line)
+    return None if place is None else place[:2]
+
+
+def set_place(node: Node, file: str, number: int) -> None:
+    """Say where a node of a graph that was not traced comes from."""
+    node.meta[_PLACE] = _Place(file, number, 0)
 
 
 def keep_places(made: Mapping[Node, Iterable[Node]], *, instead: bool = False) -> None:
@@ -120,8 +132,9 @@ def keep_places(made: Mapping[Node, Iterable[Node]], *, instead: bool = False) -
 
 
 def keep_only_places(node: Node) -> None:
-    """Forget all of a node but its line, which is asked for if it communicates."""
-    asked = inner_modules(node) or getattr(node.target, "namespace", "") in NAMESPACES
+    """Forget all of a node but its line, which is asked for if it communicates, or is recorded."""
+    communicates = getattr(node.target, "namespace", "") in NAMESPACES
+    asked = communicates or recording.ring is not None or bool(inner_modules(node))
     places = {key: node.meta[key] for key in node.meta.keys() & _PLACES if asked}
     node.meta.clear()
     node.meta |= places

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import getpass
 import importlib
 import os
+import re
 import shutil
+import tempfile
 
 from torchpmap._base.errors import PmapError
 from torchpmap._base.imports import uncollected
@@ -48,11 +51,19 @@ def import_inductor() -> None:
         importlib.import_module("torch._inductor.compile_fx")
 
 
+def _own_folder() -> str:
+    """What ``default_cache_dir`` of Inductor says; its import takes three seconds (torch 2.13)."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    name = re.sub(r'[\\/:*?"<>|]', "_", user)
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_{name}")
+
+
 def cache_folder() -> str:
     """Where Inductor keeps compiled code: the folder that the user has chosen, or its own."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _own_folder()
 
 
 @functools.cache
@@ -65,9 +76,7 @@ def make_cache_private() -> None:
     Raises:
         PmapError: the folder belongs to another user.
     """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    folder = default_cache_dir()
+    folder = _own_folder()
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", folder) != folder:
         return
     with contextlib.suppress(FileExistsError):

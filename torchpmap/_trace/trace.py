@@ -69,6 +69,7 @@ from torchpmap._trace.passes import (
     drop_unused_index,
     finish_graph,
     input_kinds,
+    keep_rows,
     names_in,
     order_placeholders,
     protect_inputs,
@@ -249,6 +250,7 @@ def trace(
     for module in (graph, *((halves.forward, halves.backward) if halves else ())):
         if not ordered:
             unroll_short_scans(module)
+        keep_rows(module)
         if limit is not None:
             bucketed(module, limit)
         finish_graph(module)

@@ -37,6 +37,7 @@ from torchpmap._runtime import inline_mode
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import with_sharding_constraint
 from torchpmap._sharded.tensor import ShardedTensor
+from torchpmap._trace import recording
 from torchpmap._trace.compile import EAGER, parse_compile
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.optimizers import NotYet
@@ -114,6 +115,7 @@ class Jitted(Generic[_P, _R]):
         if self._is_part():
             return self.__wrapped__(*args, **kwargs)
         if not self._is_traced and (is_transformed() or not config.sought):
+            recording.lacks(self._options.prefix, "operation by operation")
             fun = self.__wrapped__ if is_transformed() else self._fun
             return cast(_R, fun(*args, **kwargs))
         try:
@@ -170,6 +172,7 @@ class Jitted(Generic[_P, _R]):
         return self._by_operation(args, kwargs)
 
     def _by_operation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recording.lacks(self._options.prefix, "operation by operation")
         if config.sought:
             return nans.stepped(self._fun, args, kwargs)
         return self._fun(*args, **kwargs)

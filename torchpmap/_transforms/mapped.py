@@ -57,6 +57,7 @@ from torchpmap._runtime.current import expect_compiling
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded, spans_processes
+from torchpmap._trace import recording
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
@@ -207,6 +208,8 @@ class Mapped(Generic[_P, _R]):
                 args, kwargs = cast(Any, self._split(args, kwargs))
             is_inside = bool(axis_stack.bound() or (num_modes() and is_traced()))
             if is_inside or inline_mode.active():
+                if not is_inside:
+                    recording.lacks(self._options.prefix, "in this process")
                 return self._run_here(args, kwargs, is_inside)
             return self._run_on_devices(args, kwargs)
         except BaseException as error:

@@ -103,8 +103,8 @@ Entries = dict[str, tuple[tuple[str, Sizes], int]]
 """What a header says of each block: its dtype and shape in the file, and its first byte."""
 
 
-def read_header(files: Files, name: str, size: int, checksum: int) -> Entries:
-    """What is in a file, given its size and the checksum of its header.
+def read_header(files: Files, name: str, size: int, checksum: int | None) -> Entries:
+    """What is in a file, given its size and, if it is known, the checksum of its header.
 
     Raises:
         CheckpointError: it has changed since it was written.
@@ -118,7 +118,7 @@ def read_header(files: Files, name: str, size: int, checksum: int) -> Entries:
     if length > min(_MAX_HEADER_BYTES, found - 8):
         raise broken(files.folder, f"{name} has a header of {length} bytes")
     header = file.read(length)
-    if zlib.crc32(header) != checksum:
+    if checksum is not None and zlib.crc32(header) != checksum:
         raise broken(files.folder, f"the header of {name} has changed since it was written")
     stored, entries = json.loads(header), Entries()
     stored.pop(RESERVED, None)
@@ -132,6 +132,16 @@ def read_header(files: Files, name: str, size: int, checksum: int) -> Entries:
     if end != found:
         raise ValueError(f"its blocks end at byte {end} of {found}")
     return entries
+
+
+def read_bytes(files: Files, name: str, entry: tuple[tuple[str, Sizes], int]) -> torch.Tensor:
+    """The bytes of a whole block, as its header describes it; they are not checked."""
+    (dtype, shape), start = entry
+    data = torch.empty(prod(shape) * _ITEM_BYTES[dtype], dtype=torch.uint8, device="cpu")
+    file = files.open(name)
+    file.seek(start)
+    file.readinto(data.numpy().data)
+    return data
 
 
 def sizes_of(value: Any) -> Sizes:

@@ -31,8 +31,11 @@ from torchpmap._trace import effects
 from torchpmap._transforms import nans
 from torchpmap._transforms.mapped import Mapped
 from torchpmap._transforms.pmap import Pmapped, pmap
+from torchpmap.debug._bisect import Difference
 from torchpmap.debug._calibrate import measured
 from torchpmap.debug._check import CheckReport, check
+from torchpmap.debug._record import Recording, dump, record
+from torchpmap.debug._replay import Replay, replay
 
 __all__ = [
     "Certificate",
@@ -40,17 +43,23 @@ __all__ = [
     "Claim",
     "Collective",
     "Cost",
+    "Difference",
     "Gather",
     "Inside",
     "Machine",
+    "Recording",
+    "Replay",
     "assert_replicated",
     "breakpoint",
     "calibrate",
     "check_pmap",
     "cost",
+    "dump",
     "fake_pmap",
     "find_nan",
     "print",
+    "record",
+    "replay",
     "report_gathers",
     "visualize_sharding",
 ]

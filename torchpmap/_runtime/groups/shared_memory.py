@@ -2,14 +2,15 @@
 
 ::
 
-    a line of numbers per rank | aborted | token | bounds, twice | slots and a result, twice
+    a line of numbers per rank | aborted | token | bounds, twice | slots, twice
 
 To meet, each rank increments its own number and waits for the numbers of the others.  It yields the
 core a few times, then sleeps (a futex).  Beside the number stands the rank's purpose, so that ranks
 with different purposes raise instead of exchanging wrong data.
 
-Stores must become visible in program order, and Python has no memory fence.  So this is for x86-64
-on Linux only.  Everywhere else, and between hosts, ``connect`` returns None.
+The library of ``kernel`` does this if it is there, else Python; of the ranks that meet, some may
+use either.  Stores must become visible in program order, and Python has no memory fence: so without
+the library this is for x86-64 only.  Everywhere else, and between hosts, ``connect`` returns None.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ import secrets
 import select
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from torchpmap._base.errors import CallTimeout, CollectiveMismatch, GroupLost
+from torchpmap._runtime.groups import kernel
+from torchpmap._runtime.groups.kernel import DONE, LATE, ODD
 
 SLOT_BYTES = 1 << 20
 """Size of a slot."""
@@ -39,16 +43,12 @@ the occasion and the history of its last two meetings.
 """
 _YIELDS = 100
 """How often a rank yields the core before it sleeps."""
-_MAX_ROWS = 256
-"""How many views are kept: making one takes longer than exchanging a few numbers."""
 _LOOK_AROUND_NS = 50_000_000
 """How long a rank sleeps before it checks that the others are still there."""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 """The size of the memory stays as it is."""
-_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # numbers of x86-64
-
-
-Rows = tuple[torch.Tensor, Sequence[torch.Tensor]]
+_FUTEX = 202 if platform.machine() == "x86_64" else 98
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 
 
 class _Timespec(ctypes.Structure):
@@ -72,39 +72,37 @@ class _Memory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.aborted, self.token = _CACHE_LINE * size, _CACHE_LINE * (size + 1)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._rows: dict[tuple[int, torch.dtype, torch.Size], Rows] = {}
         width = size + 1
         bounds = self.numbers[_CACHE_LINE * (size + 2) :]
         lines = [bounds[k * width : (k + 1) * width] for k in range(2 * size)]
         self.bounds = lines[:size], lines[size:]
 
     def slots(self, turn: int, dtype: torch.dtype) -> torch.Tensor:
-        view = self._views.get((turn, dtype))
-        if view is None:
-            length = (self.size + 1) * SLOT_BYTES
-            start = self._start + turn * length
-            part = self._bytes[start : start + length].view(dtype)
-            view = self._views[turn, dtype] = part.view(self.size + 1, -1)
-        return view
+        length = self.size * SLOT_BYTES
+        start = self._start + turn * length
+        return self._bytes[start : start + length].view(dtype).view(self.size, -1)
 
-    def rows(self, turn: int, dtype: torch.dtype, shape: torch.Size) -> Rows:
-        key = turn, dtype, shape
-        found = self._rows.get(key)
-        if found is None:
-            if len(self._rows) >= _MAX_ROWS:
-                self._rows.clear()
-            slots = self.slots(turn, dtype)[: self.size, : shape.numel()]
-            together = slots.view(self.size, *shape)
-            found = self._rows[key] = together, together.unbind()
-        return found
+    def state(self, place: int) -> kernel.State:
+        """What the library knows of a rank."""
+        bounds = self.address + 8 * _CACHE_LINE * (self.size + 2)
+        slots = self.address + self._start
+        return kernel.State(
+            numbers=self.address,
+            slots=(slots, slots + self.size * SLOT_BYTES),
+            bounds=(bounds, bounds + 8 * self.size * (self.size + 1)),
+            slot_bytes=SLOT_BYTES,
+            place=place,
+            size=self.size,
+            sleep_ns=_LOOK_AROUND_NS,
+            awaited=-1,
+        )
 
 
 def _extent(size: int) -> tuple[int, int]:
     """The number of bytes before the slots, and in total."""
     numbers = _CACHE_LINE * (size + 2) + 2 * size * (size + 1)
     start = -(-8 * numbers // mmap.PAGESIZE) * mmap.PAGESIZE
-    return start, start + 2 * (size + 1) * SLOT_BYTES
+    return start, start + 2 * size * SLOT_BYTES
 
 
 class Peers:
@@ -185,32 +183,21 @@ class Meeting:
         self.place = place
         self._memory = memory
         self._numbers = memory.numbers
-        self._mine = _CACHE_LINE * place
-        self._others = [_CACHE_LINE * k for k in range(memory.size) if k != place]
-        self._met = 0
-        self._turn = 0
-        self._awaited: int | None = None
+        self.state = memory.state(place)
         self.limit_s = limit_s
         """How long it waits for the others."""
         self._occasion = occasion
         self._has_lost_peer = has_lost_peer
 
     def slots(self, dtype: torch.dtype) -> torch.Tensor:
-        """[size + 1, elements]: the next slot of each rank, and one for a result."""
-        self._turn ^= 1
-        return self._memory.slots(self._turn, dtype)
+        """[size, elements]: the slot of each rank for the next meeting."""
+        return self._memory.slots((self.state.met + 1) & 1, dtype)
 
-    def rows(self, dtype: torch.dtype, shape: torch.Size) -> Rows:
-        """[size, *shape], and the same as one tensor per rank: the beginnings of the next slots."""
-        self._turn ^= 1
-        return self._memory.rows(self._turn, dtype, shape)
-
-    @property
-    def bounds(self) -> list[memoryview]:
-        """For each rank, beside its current slot: where the part for each rank begins in its input,
-        and where the last part ends.
+    def bounds(self, meeting: int) -> list[memoryview]:
+        """For each rank, beside its slot for a meeting: where the part for each rank begins in its
+        input, and where the last part ends.
         """
-        return self._memory.bounds[self._turn]
+        return self._memory.bounds[meeting & 1]
 
     def meet(self, purpose: int, *, patient: bool = False) -> int | None:
         """Wait for all ranks; returns the first that came for another purpose or on another
@@ -219,33 +206,74 @@ class Meeting:
         With ``patient`` all have come then, too, and may meet again.  Without it they must not meet
         again: a late rank would read the purpose of a later meeting.
         """
-        odd = None
-        numbers, mine, now = self._numbers, self._mine, self._occasion
-        occasion, history = now.number, now.history
-        self._met = met = self._met + 1
+        library = kernel.library()
+        step = self._step if library is None else library.meet
+        return self.state.odd if self.finish(purpose, step, patient) == ODD else None
+
+    def finish(self, purpose: int, step: Callable[[Any, Any], int], given: Any) -> int:
+        """Repeat a step until it is not ``LATE``, and return its answer."""
+        state, occasion = self.state, self._occasion
+        state.purpose, state.occasion, state.history = purpose, occasion.number, occasion.history
+        end = None
+        while (answer := step(ctypes.byref(state), given)) == LATE:
+            end = time.monotonic() + self.limit_s if end is None else end
+            self._insist(end)
+        return answer
+
+    def _insist(self, end: float) -> None:
+        """Raise if it is in vain to wait on."""
+        state = self.state
+        theirs = _CACHE_LINE * state.awaited
+        if self._numbers[self._memory.aborted]:
+            raise GroupLost("process group: another process has left it, or it was cut")
+        if self._has_lost_peer() and self._numbers[theirs] < state.met:
+            raise GroupLost("process group: another process of it has ended")
+        if time.monotonic() > end:
+            raise CallTimeout(
+                f"rank {self.ranks[state.awaited]} did not come to a collective within "
+                f"torchpmap.config.timeout ({self.limit_s:g} s)"
+            )
+
+    def _step(self, _: Any, patient: bool) -> int:
+        """``meet`` of ``kernel.cpp``."""
+        state, numbers = self.state, self._numbers
+        mine, met = _CACHE_LINE * self.place, state.met + (state.awaited < 0)
         beside = 1 + 3 * (met & 1)
-        numbers[mine + beside] = purpose
-        numbers[mine + beside + 1] = occasion
-        numbers[mine + beside + 2] = history
-        numbers[mine] = met
-        self._wake(mine)
-        for theirs in self._others:
-            if numbers[theirs] < met:
-                self._wait(theirs, met)
-            there = theirs + beside
-            if (
-                numbers[there] != purpose
-                or numbers[there + 1] != occasion
-                or numbers[there + 2] != history
-            ):
-                odd = theirs // _CACHE_LINE if odd is None else odd
+        said = array("q", (state.purpose, state.occasion, state.history))
+        if state.awaited < 0:
+            state.met, state.odd, state.has_slept, state.awaited = met, -1, 0, 0
+            numbers[mine + beside : mine + beside + 3] = said
+            numbers[mine] = met
+            self._wake(mine)
+        while state.awaited < self._memory.size:
+            theirs = _CACHE_LINE * state.awaited
+            if numbers[theirs] < met and not self._has_come(theirs):
+                return LATE
+            if numbers[theirs + beside : theirs + beside + 3] != said:
+                state.odd = state.awaited if state.odd < 0 else state.odd
                 if not patient:
                     break
-        return odd
+            state.awaited, state.has_slept = state.awaited + 1, 0
+        state.awaited = -1
+        return DONE if state.odd < 0 else ODD
+
+    def _has_come(self, theirs: int) -> bool:
+        state, numbers = self.state, self._numbers
+        for _ in range(0 if state.has_slept else _YIELDS):
+            os.sched_yield()
+            if numbers[theirs] >= state.met:
+                return True
+        state.has_slept = 1
+        seen, address = numbers[theirs], self._memory.address + 8 * theirs
+        if seen < state.met and not numbers[self._memory.aborted]:
+            _syscall(
+                _FUTEX, address, _FUTEX_WAIT, seen & 0xFFFFFFFF, ctypes.addressof(_look_around)
+            )
+        return numbers[theirs] >= state.met
 
     def purpose_of(self, place: int) -> tuple[int, int, int]:
         """The purpose, the occasion and the history of a rank at the last meeting."""
-        beside = _CACHE_LINE * place + 1 + 3 * (self._met & 1)
+        beside = _CACHE_LINE * place + 1 + 3 * (self.state.met & 1)
         purpose, occasion, history = self._numbers[beside : beside + 3]
         return purpose, occasion, history
 
@@ -253,38 +281,16 @@ class Meeting:
         """Raise on all ranks, as their histories differ."""
         self._occasion.differ(self._occasion.axis, self.ranks)
 
-    def _wait(self, theirs: int, met: int) -> None:
-        """Return when a rank has met the others ``met`` times."""
-        numbers = self._numbers
-        for _ in range(_YIELDS):
-            os.sched_yield()
-            if numbers[theirs] >= met:
-                return
-        end = time.monotonic() + self.limit_s
-        self._awaited = theirs // _CACHE_LINE
-        while (seen := numbers[theirs]) < met:
-            if numbers[self._memory.aborted]:
-                raise GroupLost("process group: another process has left it, or it was cut")
-            if self._has_lost_peer() and numbers[theirs] < met:
-                raise GroupLost("process group: another process of it has ended")
-            if time.monotonic() > end:
-                raise CallTimeout(
-                    f"rank {self.ranks[theirs // _CACHE_LINE]} did not come to a collective within "
-                    f"torchpmap.config.timeout ({self.limit_s:g} s)"
-                )
-            address = self._memory.address + 8 * theirs
-            _syscall(
-                _FUTEX, address, _FUTEX_WAIT, seen & 0xFFFFFFFF, ctypes.addressof(_look_around)
-            )
-        self._awaited = None
-
     @property
     def waits(self) -> tuple[int, int] | None:
         """The purpose of this rank and the rank that it waits for; None if it does not wait (any
         thread).
         """
-        awaited = self._awaited
-        return None if awaited is None else (self.purpose_of(self.place)[0], self.ranks[awaited])
+        state = self.state
+        awaited, has_slept = state.awaited, state.has_slept
+        if not has_slept or not 0 <= awaited < len(self.ranks):
+            return None
+        return self.purpose_of(self.place)[0], self.ranks[awaited]
 
     def _wake(self, number: int) -> None:
         """Wake the processes that wait for a number to change."""
@@ -298,8 +304,10 @@ class Meeting:
 
     def forsake(self) -> None:
         """In a forked child: meeting raises, and writes no more to the shared numbers."""
-        self._numbers = memoryview(bytearray(self._numbers)).cast("q")
+        own = (ctypes.c_char * self._numbers.nbytes).from_buffer_copy(self._numbers)
+        self._numbers = memoryview(own).cast("B").cast("q")
         self._numbers[self._memory.aborted] = 1
+        self.state.numbers = ctypes.addressof(own)
 
 
 def connect(
@@ -318,6 +326,8 @@ def connect(
 
     ``peers`` gets them; ``wait`` waits for keys of the store.
     """
+    if willing:
+        kernel.seek()
     size, able = len(ranks), willing and is_able()
 
     def exchanged(name: str, *mine: int) -> list[list[int]]:
@@ -360,7 +370,7 @@ def _seals(fd: int) -> int:
 
 
 def is_able() -> bool:
-    if sys.platform != "linux" or platform.machine() != "x86_64":
+    if sys.platform != "linux" or (platform.machine() != "x86_64" and kernel.library() is None):
         return False
     try:
         os.close(os.pidfd_open(os.getpid()))

@@ -13,10 +13,11 @@ thread, and is complete when it returns.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -24,25 +25,25 @@ import torch.distributed as dist
 
 from torchpmap._base.errors import CollectiveMismatch
 from torchpmap._base.torch_groups import ProcessGroup, Work
+from torchpmap._runtime.groups import kernel
+from torchpmap._runtime.groups.kernel import ODD, Task
 from torchpmap._runtime.groups.shared_memory import SLOT_BYTES, Meeting
 from torchpmap._runtime.wire import DTYPES
 
 _SMALL_BYTES = 1 << 15
-"""Up to this size every rank reduces the whole tensor; above it, a share that it hands on."""
+"""Up to this size every one of several ranks reduces the whole; above it, a share."""
 
-_REDUCTIONS: dict[Any, tuple[str, Callable[..., torch.Tensor]]] = {
-    dist.ReduceOp.SUM: ("sum", torch.add),
-    dist.ReduceOp.MAX: ("max", torch.maximum),
-    dist.ReduceOp.MIN: ("min", torch.minimum),
+_REDUCE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
 }
-_OPERATIONS = (
-    *(name for name, _ in _REDUCTIONS.values()),
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "permute",
-)
+_NAMES: dict[Any, str] = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+}
+_OPERATIONS = (*_REDUCE, "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute")
 _KINDS = list(itertools.product(_OPERATIONS, DTYPES))
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _COUNT_BITS = 48
@@ -119,89 +120,115 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
             "devices must run the same collectives in the same order."
         )
 
-    def _all_reduce(self, x: torch.Tensor, operation: Any) -> None:
-        name, reduce = _reduction(operation)
+    def _ran(
+        self,
+        kind: int,
+        purpose: int,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        reduction: tuple[str, torch.dtype] | None = None,
+        **more: Any,
+    ) -> Task | None:
+        """Run a collective of contiguous tensors in C++; None if Python must."""
+        library = kernel.library()
+        reduce = reduction and library and library.reduction(*reduction)
+        if library is None or (reduction and reduce is None):
+            return None
+        task = Task(kind, x.data_ptr(), out.data_ptr(), x.nbytes, x.element_size())
+        task.reduce, task.wrong = reduce, -1
+        for name, value in more.items():
+            setattr(task, name, value)
+        answer = self.meeting.finish(purpose, library.run, ctypes.byref(task))
+        if answer == ODD:
+            self._refuse(self.meeting.state.odd)
+        return task
+
+    def _rows(self, purpose: int, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Give ``x`` in pieces: (where a piece begins, [size, elements]: the same of all ranks)."""
+        flat = x.view(-1)
+        for begin, given in _pieces(flat, SLOT_BYTES // x.element_size()):
+            rows = self.meeting.slots(x.dtype)[:, : given.numel()]
+            rows[self._rank].copy_(given)
+            self._meet(purpose)
+            yield begin, rows
+
+    def _all_reduce(self, out: torch.Tensor, x: torch.Tensor, name: str) -> None:
+        """``out`` may be ``x``."""
         if self._size == 1:
+            out.copy_(x)
             return
-        kind = _kind(name, x.dtype, x.numel())
+        purpose = _kind(name, x.dtype, x.numel())
+        # in pieces of up to this size every rank reduces the whole, which takes the fewest
+        # operations; of others a share, that it hands on
         most = SLOT_BYTES if self._size == 2 else _SMALL_BYTES
-        for piece in _pieces(x):
+        if self._ran(kernel.REDUCE, purpose, out, x, (name, x.dtype), whole_bytes=most):
+            return
+        rank, reduce, flat = self._rank, _REDUCE[name], out.view(-1)
+        for begin, rows in self._rows(purpose, x):
+            count = rows.shape[1]
+            piece = flat[begin : begin + count]
             if piece.nbytes <= most:
-                self._reduce_whole(piece, reduce, kind)
-            else:
-                self._reduce_shares(piece.view(-1), reduce, kind)
-
-    def _reduce_whole(
-        self, x: torch.Tensor, reduce: Callable[..., torch.Tensor], kind: int
-    ) -> None:
-        """Every rank reduces the whole tensor, which takes the fewest operations."""
-        _, rows = self.meeting.rows(x.dtype, x.shape)
-        rows[self._rank].copy_(x)
-        self._meet(kind)
-        _reduce_rows(rows, reduce, x)
-
-    def _reduce_shares(
-        self, piece: torch.Tensor, reduce: Callable[..., torch.Tensor], kind: int
-    ) -> None:
-        """Every rank reduces a share, and hands it on."""
-        rank, size, count = self._rank, self._size, piece.numel()
-        slots = self.meeting.slots(piece.dtype)[:, :count]
-        slots[rank].copy_(piece)
-        self._meet(kind)
-        share = -(-count // size)
-        mine = slots[:, min(rank * share, count) : min((rank + 1) * share, count)]
-        _reduce_rows(mine[:size].unbind(), reduce, mine[size])
-        self._meet(kind)
-        piece.copy_(slots[size])
+                _reduce_rows(rows, reduce, piece)
+                continue
+            share = -(-count // self._size)
+            mine = rows[:, rank * share : (rank + 1) * share]
+            shares = self.meeting.slots(x.dtype)[:, :share]
+            _reduce_rows(mine, reduce, shares[rank, : mine.shape[1]])
+            self._meet(purpose)
+            piece.copy_(shares.reshape(-1)[:count])
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        kind = _kind("all_gather", x.dtype, x.numel())
-        pieces = _pieces(x.contiguous())
-        if len(pieces) == 1:
-            taken: Sequence[torch.Tensor] = (out.view(self._size, *x.shape),)
-        else:
-            taken = out.view(self._size, x.numel()).split(pieces[0].numel(), 1)
-        for given, theirs in zip(pieces, taken, strict=True):
-            together, rows = self.meeting.rows(x.dtype, given.shape)
-            rows[self._rank].copy_(given)
-            self._meet(kind)
-            theirs.copy_(together)
+        x, purpose = x.contiguous(), _kind("all_gather", x.dtype, x.numel())
+        if not self._ran(kernel.GATHER, purpose, out, x):
+            taken = out.view(self._size, x.numel())
+            for begin, rows in self._rows(purpose, x):
+                taken[:, begin : begin + rows.shape[1]].copy_(rows)
 
-    def _reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, operation: Any) -> None:
-        _, reduce = _reduction(operation)
-        size, step = self._size, SLOT_BYTES // x.element_size() // self._size
-        kind = _kind("reduce_scatter", x.dtype, x.numel())
-        columns = x.reshape(size, out.numel()).split(step, 1)
-        for given, taken in zip(columns, out.view(-1).split(step), strict=True):
-            together, rows = self.meeting.rows(x.dtype, given.shape)
+    def _reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, name: str) -> None:
+        size, x = self._size, x.contiguous()
+        purpose = _kind("reduce_scatter", x.dtype, x.numel())
+        if size > 1 and self._ran(
+            kernel.SCATTER, purpose, out, x, (name, x.dtype), bytes=out.nbytes
+        ):
+            return
+        taken = out.view(-1)
+        for begin, given in _pieces(
+            x.view(size, out.numel()), SLOT_BYTES // size // x.element_size()
+        ):
+            rows = self.meeting.slots(x.dtype)[:, : given.numel()].unflatten(1, given.shape)
             rows[self._rank].copy_(given)
-            self._meet(kind)
-            _reduce_rows(together[:, self._rank].unbind(), reduce, taken)
+            self._meet(purpose)
+            target = taken[begin : begin + given.shape[1]]
+            _reduce_rows(rows[:, self._rank], _REDUCE[name], target)
 
     def _all_to_all(
         self, out: torch.Tensor, x: torch.Tensor, taken: Sequence[int], given: Sequence[int]
     ) -> None:
         """``taken`` and ``given``: rows from and to each rank; empty if all are the same."""
-        size, kind = self._size, _kind("all_to_all", x.dtype, 0)
-        mine, source, target = _bounds(x.nbytes, tuple(given), size), _bytes_of(x), _bytes_of(out)
+        size, purpose = self._size, _kind("all_to_all", x.dtype, 0)
+        source = _bytes_of(x)
+        mine = _bounds(x.nbytes, tuple(given), size)
         places = _bounds(out.nbytes, tuple(taken), size)
+        (sent, _), (got, _) = mine.buffer_info(), places.buffer_info()
+        task = self._ran(kernel.EXCHANGE, purpose, out, source, given=sent, taken=got)
+        if task is not None:
+            if task.wrong >= 0:
+                bounds = self.meeting.bounds(self.meeting.state.met)
+                self._refuse_rows(task.wrong, bounds[task.wrong], places)
+            return
+        target = _bytes_of(out)
         begin, longest = 0, 1
         while begin < longest:
             slots = self.meeting.slots(torch.uint8)
-            bounds = self.meeting.bounds
+            bounds = self.meeting.bounds(self.meeting.state.met + 1)
             bounds[self._rank][:] = mine
             piece = source[begin : begin + SLOT_BYTES]
             slots[self._rank, : piece.numel()].copy_(piece)
-            self._meet(kind)
+            self._meet(purpose)
             for rank, theirs in enumerate(bounds):
                 first, last = theirs[self._rank], theirs[self._rank + 1]
                 if last - first != places[rank + 1] - places[rank]:
-                    ranks = self.meeting.ranks
-                    raise CollectiveMismatch(
-                        f"rank {ranks[rank]} gives {last - first} bytes to rank "
-                        f"{ranks[self._rank]} in all_to_all, but that one expects "
-                        f"{places[rank + 1] - places[rank]}"
-                    )
+                    self._refuse_rows(rank, theirs, places)
                 low, high = max(first, begin), min(last, begin + SLOT_BYTES)
                 if low < high:
                     place = places[rank] + low - first
@@ -210,27 +237,35 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
                 longest = max(longest, theirs[size])
             begin += SLOT_BYTES
 
-    def _broadcast(self, x: torch.Tensor, root: int) -> None:
-        kind = _kind("broadcast", x.dtype, x.numel())
-        for piece in _pieces(x):
-            _, rows = self.meeting.rows(x.dtype, piece.shape)
-            if self._rank == root:
-                rows[root].copy_(piece)
-            self._meet(kind)
-            if self._rank != root:
-                piece.copy_(rows[root])
+    def _refuse_rows(self, rank: int, given: Sequence[int], taken: Sequence[int]) -> NoReturn:
+        """``given`` by a rank, and ``taken`` by this one: where the parts begin."""
+        ranks, here = self.meeting.ranks, self._rank
+        raise CollectiveMismatch(
+            f"rank {ranks[rank]} gives {given[here + 1] - given[here]} bytes to rank {ranks[here]} "
+            f"in all_to_all, but that one expects {taken[rank + 1] - taken[rank]}"
+        )
+
+    def _move(self, name: str, out: torch.Tensor, x: torch.Tensor, source: int) -> None:
+        """``out``: ``x`` of the rank ``source``; as it is, if that is -1."""
+        purpose = _kind(name, x.dtype, x.numel())
+        if not self._ran(kernel.MOVE, purpose, out, x, source=source):
+            flat = out.view(-1)
+            for begin, rows in self._rows(purpose, x):
+                if source >= 0:
+                    flat[begin : begin + rows.shape[1]].copy_(rows[source])
 
     def permute(self, x: torch.Tensor, source: int | None) -> torch.Tensor:
         """``x`` of the rank ``source``, or zeros if that is None; every rank gives its ``x``."""
         x = x.contiguous()
-        kind = _kind("permute", x.dtype, x.numel())
         out = torch.zeros_like(x) if source is None else torch.empty_like(x)
-        for given, taken in zip(_pieces(x), _pieces(out), strict=True):
-            _, rows = self.meeting.rows(x.dtype, given.shape)
-            rows[self._rank].copy_(given)
-            self._meet(kind)
-            if source is not None:
-                taken.copy_(rows[source])
+        self._move("permute", out, x, -1 if source is None else source)
+        return out
+
+    def all_reduced(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """The sum, max or min over the ranks."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._all_reduce(out, x, name)
         return out
 
     # -- what torch asks for -----------------------------------------------------------------------
@@ -238,11 +273,9 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
     @_without_grad
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any) -> _Done:
         for x in tensors:
-            if x.is_contiguous():
-                self._all_reduce(x, options.reduceOp)
-            else:
-                dense = x.contiguous()
-                self._all_reduce(dense, options.reduceOp)
+            dense, name = x.contiguous(), _name_of(options.reduceOp)
+            self._all_reduce(dense, dense, name)
+            if dense is not x:
                 x.copy_(dense)
         return DONE
 
@@ -259,7 +292,7 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
         self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], options: Any
     ) -> _Done:
         for out, x in zip(outs, xs, strict=True):
-            self._reduce_scatter(out, x, options.reduceOp)
+            self._reduce_scatter(out, x, _name_of(options.reduceOp))
         return DONE
 
     @_without_grad
@@ -277,7 +310,8 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
     @_without_grad
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> _Done:
         for x in tensors:
-            self._broadcast(x, options.rootRank)
+            root = options.rootRank
+            self._move("broadcast", x, x, -1 if root == self._rank else root)
         return DONE
 
     # as torch 2.11 calls them
@@ -298,27 +332,25 @@ def described(kind: int) -> str:
     return f"{name} of {dtype}" + (f" x {count}" if count else "")
 
 
-def _pieces(x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Parts of a contiguous tensor that fit in a slot."""
-    return (x,) if x.nbytes <= SLOT_BYTES else x.view(-1).split(SLOT_BYTES // x.element_size())
+def _pieces(x: torch.Tensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Parts of the last dim, and where each begins: at least one, so that all meet."""
+    for begin in range(0, max(1, x.shape[-1]), step):
+        yield begin, x[..., begin : begin + step]
 
 
-def _reduction(operation: Any) -> tuple[str, Callable[..., torch.Tensor]]:
-    for known, reduction in _REDUCTIONS.items():
+def _name_of(operation: Any) -> str:
+    for known, name in _NAMES.items():
         if operation == known:
-            return reduction
+            return name
     raise NotImplementedError(f"process group: this one cannot reduce with {operation}")
 
 
 def _reduce_rows(
-    rows: Sequence[torch.Tensor], reduce: Callable[..., torch.Tensor], out: torch.Tensor
+    rows: torch.Tensor, reduce: Callable[..., torch.Tensor], out: torch.Tensor
 ) -> None:
     """Reduce in the order of the ranks, so that all get the same bits."""
-    if len(rows) == 1:
-        out.copy_(rows[0])
-        return
-    reduce(rows[0], rows[1], out=out)
-    for row in rows[2:]:
+    out.copy_(rows[0])
+    for row in rows[1:]:
         reduce(out, row, out=out)
 
 

@@ -1,0 +1,43 @@
+"""The calls that ``torchpmap.debug.record`` keeps: what the devices ran, and on which values.
+
+A call is a plan and the handles of its inputs.  A handle keeps its value on the devices, also one
+that the call was given for good (donated), and no value is ever changed.  So to keep a call copies
+nothing, and costs the memory of its inputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import Any, NamedTuple
+
+
+class Run(NamedTuple):
+    number: int
+    """Of this call, counted from 1."""
+    plan: Any
+    held: tuple[Any, ...]
+    """Handles of its inputs, in the order of the graph."""
+
+
+class Ring:
+    """The latest calls (any thread)."""
+
+    def __init__(self, last: int) -> None:
+        self.runs: deque[Run] = deque(maxlen=last)
+        self.unrecorded: dict[str, str] = {}
+        """Calls without a graph, and how they ran instead."""
+        self._numbers = itertools.count(1)  # threads never get the same one
+
+    def keep(self, plan: Any, held: list[Any]) -> None:
+        self.runs.append(Run(next(self._numbers), plan, tuple(held)))
+
+
+def lacks(call: str, how: str) -> None:
+    """Note a call that has no graph; ``how`` it runs instead."""
+    if ring is not None:
+        ring.unrecorded[call] = how
+
+
+ring: Ring | None = None
+"""None: nothing is recorded.  While there is one, graphs keep the line of every operation."""

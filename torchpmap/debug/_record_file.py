@@ -1,0 +1,147 @@
+"""A recorded call on disk: one file in the format of safetensors, of which the block ``call`` is
+JSON and every other block a tensor.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from torchpmap._base.fingerprint import digest
+from torchpmap.checkpoint._blocks import Files, read_bytes, read_header, write
+from torchpmap.debug._graph_data import NotData, Tensors, decoded, decoded_graph, encoded
+
+_FORMAT = 1
+_CALL = "call"
+
+
+@dataclass
+class Facts:
+    """What is known of a call besides its graph and its values."""
+
+    call: str
+    """As messages name it."""
+    number: int
+    """Of the calls that were recorded, counted from 1."""
+    ranks: list[int]
+    """Of its devices, in axis order."""
+    backend: str
+    device: str
+    """What kind of device: ``"cpu"``."""
+    num_threads: int
+    """That each device used for an operation."""
+    versions: dict[str, str]
+    groups: dict[str, list[list[int]]]
+    """The process groups that it uses."""
+    uses_index: bool
+    """Whether the first input of the graph is the place among the ranks."""
+    outputs: list[dict[str, Any]]
+    """Of each output that the caller gets: its ``name`` and ``shape``, and which ``ranks`` have
+    which ``slices`` of it.
+    """
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of torch, with which it was traced."""
+    error: str = ""
+    """Of the exception for which the file was written."""
+
+
+@dataclass
+class Recorded:
+    """A call as it is in a file, or in the files of several processes."""
+
+    facts: Facts
+    graph: GraphModule
+    inputs: list[dict[int, torch.Tensor]]
+    """By rank; some may be missing."""
+    lost: dict[str, str]
+    """Why blocks are missing: ``"input 2 on rank 1"`` -> the error."""
+
+
+def save(path: Path, facts: Facts, graph: Any, inputs: Inputs, tensors: Tensors) -> int:
+    """Write a file; how many bytes it has.  ``tensors``: the constants of the graph."""
+    tensors = dict(tensors)
+    places: list[dict[str, str]] = []
+    for each in inputs.blocks:
+        keys = {}
+        for rank, block in each.items():  # those of a replicated value are equal
+            keys[str(rank)] = key = f"block {digest(block).hex()}"
+            tensors[key] = block
+        places.append(keys)
+    kinds = {key: [encoded(x.dtype), list(x.shape)] for key, x in tensors.items()}
+    told = {"format": _FORMAT, "facts": asdict(facts), "graph": graph, "kinds": kinds}
+    data = json.dumps(told | {"inputs": places, "lost": inputs.lost}).encode()
+    blocks = tensors | {_CALL: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+    path.unlink(missing_ok=True)  # of an earlier run of the script
+    written = write(path, {key: (0,) * x.dim() for key, x in blocks.items()}, blocks)
+    return int(written["bytes"])
+
+
+@dataclass
+class Inputs:
+    """The blocks of the inputs of a graph, by rank, and why others are missing."""
+
+    blocks: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+
+
+def load(path: str | os.PathLike[str]) -> Recorded:
+    """Read a call; the parts that other processes wrote must be beside it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no such file, is damaged, or has an operation that is not known here.
+    """
+    path = Path(path)
+    parts = _siblings(path)
+    found = [_load_one(part) for part in parts]
+    whole = found[0]
+    for other in found[1:]:
+        for mine, theirs in zip(whole.inputs, other.inputs, strict=True):
+            mine |= theirs
+        whole.lost |= other.lost
+    return whole
+
+
+def part_name(stem: str, rank: int | None) -> str:
+    """Of a file; ``rank``: of the process that wrote it, if it is one of several."""
+    return f"{stem}.safetensors" if rank is None else f"{stem}.rank{rank}.safetensors"
+
+
+def _siblings(path: Path) -> list[Path]:
+    if not path.is_file():
+        raise FileNotFoundError(f"replay: there is no file {path}")
+    stem, dot, rank = path.stem.rpartition(".rank")
+    if not (dot and rank.isdecimal()):
+        return [path]
+    return [path, *sorted({*path.parent.glob(f"{glob.escape(stem)}.rank*.safetensors")} - {path})]
+
+
+def _load_one(path: Path) -> Recorded:
+    try:
+        with Files(path.parent) as files:
+            entries = read_header(files, path.name, path.stat().st_size, None)
+            told = json.loads(bytes(read_bytes(files, path.name, entries[_CALL]).tolist()))
+            if told["format"] != _FORMAT:
+                raise NotData(f"it has the format {told['format']!r:.30}")
+            tensors = {}
+            for key, (dtype, shape) in told["kinds"].items():
+                data = read_bytes(files, path.name, entries[key])
+                tensors[key] = data.view(decoded(dtype)).view(shape)
+        graph = decoded_graph(told["graph"], tensors)
+        inputs = [
+            {int(rank): tensors[key] for rank, key in each.items()} for each in told["inputs"]
+        ]
+        return Recorded(Facts(**told["facts"]), graph, inputs, told["lost"])
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # a broken file may raise anything
+        raise ValueError(
+            f"replay: {path} is no file of torchpmap.debug.record, or it is damaged: {error}"
+        ) from error

@@ -1,0 +1,295 @@
+"""``replay``: a recorded call again, in this process, operation by operation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pdb
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchpmap._base.ambient import SETTINGS, applied
+from torchpmap._base.boundary import boundary
+from torchpmap._base.errors import kind_of
+from torchpmap._base.inexact import is_inexact
+from torchpmap._base.pytree import tree_leaves
+from torchpmap._trace.graphs import placeholders
+from torchpmap._trace.repetition import file_and_line, place_of
+from torchpmap.debug._bisect import Difference, Variant, compiled_by, differing, in_dtype, plain
+from torchpmap.debug._graph_data import decoded
+from torchpmap.debug._lockstep import Lockstep, Step, Steps, Values, described, operation_of
+from torchpmap.debug._record_file import Recorded, load
+
+
+@dataclass(frozen=True)
+class Found:
+    """An operation, and where it is."""
+
+    operation: str
+    """As torch names it, ``"aten.log.default"``; of an input, its number."""
+    line: str
+    """The user's line; empty if it is not known: only what is traced while ``record`` is on has
+    it.
+    """
+    rank: int
+    steps: tuple[int, ...] = ()
+    """Of the loops around it, the outermost first, counted from 0."""
+
+    def __str__(self) -> str:
+        return described(self.operation, self.line, self.rank, self.steps)
+
+
+@dataclass
+class Replay:
+    """What ``replay`` returns; ``print`` it.
+
+    Attributes:
+        call: what was called, as messages name it.
+        results: the outputs by name (``"result['loss']"``), whole, as CPU tensors; for a value that
+            the ranks hold alike, that of the first rank.  What a jitted function writes follows
+            what it returns.  Under a launcher: the rows of the process that wrote the file.
+        blocks: per output, the block of each rank.
+        first_nan: the first operation that made a NaN, or the input that held one.
+        notes: why numbers may not be the same, bit for bit, as those of the recorded call.
+        error: of the exception for which the file was written; or empty.
+    """
+
+    call: str
+    results: dict[str, torch.Tensor]
+    blocks: dict[str, list[torch.Tensor]]
+    first_nan: Found | None
+    notes: list[str]
+    error: str
+    _recorded: Recorded = field(repr=False)
+
+    def bisect(
+        self,
+        against: str | os.PathLike[str] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        backend: str | None = None,
+        tolerance: float | None = None,
+    ) -> Difference | None:
+        """Return the first operation where this run and another one differ; None if none does.
+
+        Args:
+            against: the file of another call of the same function.
+            dtype: run again with floating-point numbers of this dtype, ``torch.float64``.
+            backend: run again with all operations between two collectives compiled by this backend
+                of ``torch.compile``, ``"inductor"``.
+            tolerance: the largest difference of two numbers, as a part of the largest number in
+                the tensor, or of 0.001 if that is less; default: 0 against a file, else 0.001.
+
+        Raises:
+            ValueError: not exactly one of the three is given, or the graphs are different ones.
+        """
+        given = [each is not None for each in (against, dtype, backend)]
+        if sum(given) != 1:
+            raise ValueError("bisect takes one of against, dtype and backend.")
+        other = self._recorded if against is None else load(against)
+        if _shape(other.graph) != _shape(self._recorded.graph):
+            raise ValueError(
+                f"bisect: {self.call} and {other.facts.call} run different graphs: compare two "
+                "calls of one function, with arguments of the same shapes and dtypes."
+            )
+        allowed = (0.0 if against is not None else 1e-3) if tolerance is None else tolerance
+        variant = plain if backend is None else compiled_by(backend)
+        variant = variant if dtype is None else in_dtype(dtype)
+        with _as_recorded(self._recorded):
+            mine = _steps(self._recorded, plain)
+            return differing(mine, _steps(other, variant), allowed)
+
+    def __str__(self) -> str:
+        facts, lines = self._recorded.facts, [self.call]
+        made = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+        lines.append(
+            f"call {facts.number} on {len(facts.ranks)} {facts.device} devices, backend "
+            f"{facts.backend}, {made}"
+        )
+        lines += [f"it raised {self.error}"] if self.error else []
+        names = placeholders(self._recorded.graph.graph)[facts.uses_index :]
+        for node, blocks in zip(names, self._recorded.inputs, strict=True):
+            lines.append(f"input {node.name}: {_described([*blocks.values()])}")
+        for name, whole in self.results.items():
+            lines.append(f"{name}: {_described([whole])}")
+        lines.append(f"first NaN: {self.first_nan or 'none'}")
+        return "\n".join([*lines, *(f"note: {each}" for each in self.notes)])
+
+
+@boundary
+def replay(file: str | os.PathLike[str], *, at: str | None = None) -> Replay:
+    """Run a recorded call again, on the CPU of this process, and return what it gives.
+
+    All ranks run together, operation by operation; a collective is computed from their values.  The
+    numbers are those of the recorded call, bit for bit, if that ran uncompiled
+    (``compile={"backend": "eager"}``) on CPU devices; else ``notes`` says why they may differ in
+    rounding.  It needs no devices, and neither the script nor its modules: the file is data, in
+    which nothing is run but operations of torch.
+
+    Args:
+        file: a path that ``dump`` returned.  Parts of other processes must be beside it.
+        at: stop in ``pdb`` before an operation: ``"train.py:12"`` (each operation of that line) or
+            its name in the graph (``"log_1"``).  Its inputs have their names in the graph, one
+            tensor per rank; ``ranks`` and ``operation`` are there too.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no such file, is damaged, or has an operation that is not known here; or
+            it lacks a block that was lost with a device.
+
+    Example:
+        >>> import tempfile, torch, torchpmap as tp
+        >>> f = tp.pmap(lambda x: (x - 1).log() + tp.psum(x, "i"), axis_name="i")
+        >>> with tempfile.TemporaryDirectory() as folder, tp.debug.record(folder):
+        ...     _ = f(torch.tensor([3.0, 0.5]))
+        ...     [path] = tp.debug.dump()
+        ...     again = tp.debug.replay(path)
+        >>> again.results["result"].tolist(), again.first_nan.operation, again.first_nan.rank
+        ([4.1931471824646, nan], 'aten.log.default', 1)
+    """
+    recorded = load(file)
+    watch = _Watch(at)
+    with _as_recorded(recorded):
+        outputs = watch.follow(_steps(recorded, plain))
+    blocks, results = {}, {}
+    facts = recorded.facts
+    for told, values in zip(facts.outputs, outputs, strict=False):  # others are for a gradient
+        blocks[told["name"]] = mine = [values[rank] for rank in facts.ranks]
+        results[told["name"]] = whole = torch.empty(told["shape"], dtype=mine[0].dtype)
+        for rank, slices in reversed([*zip(told["ranks"], told["slices"], strict=True)]):
+            whole[tuple(slice(*each) for each in slices)] = values[rank]
+    return Replay(
+        facts.call, results, blocks, watch.first_nan, _notes(recorded), facts.error, recorded
+    )
+
+
+def _notes(recorded: Recorded) -> list[str]:
+    facts, found = recorded.facts, []
+    if facts.backend != "eager":
+        found.append(f"it ran compiled by {facts.backend}, which may round otherwise")
+    if facts.device != "cpu":
+        found.append(f"it ran on {facts.device}, whose operations and sums round otherwise")
+    if facts.versions["torch"] != torch.__version__:
+        found.append(f"it ran with torch {facts.versions['torch']}; this is {torch.__version__}")
+    return found
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _as_recorded(recorded: Recorded) -> Iterator[None]:
+    """The settings of the call: how a sum is cut for threads changes its rounding."""
+    facts, threads = recorded.facts, torch.get_num_threads()
+    settings: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if facts.settings:
+        told = {name: decoded(value) for name, value in facts.settings.items()} | {"autocast": None}
+        wanted = tuple(told.get(each.name, each.read()) for each in SETTINGS)
+        settings = applied(wanted)
+    try:
+        torch.set_num_threads(facts.num_threads)
+        with settings, torch.no_grad():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _steps(recorded: Recorded, variant: Variant) -> Steps:
+    facts = recorded.facts
+    if recorded.lost:
+        listed = "; ".join(f"{what}: {why}" for what, why in recorded.lost.items())
+        raise ValueError(f"replay: {facts.call} lacks blocks that were lost. {listed}")
+    for place, blocks in enumerate(recorded.inputs):
+        absent = [rank for rank in facts.ranks if rank not in blocks]
+        if absent:
+            raise ValueError(
+                f"replay: there is no block of input {place} on the ranks {absent}. The processes "
+                "of a launcher each write a part (.rank0, .rank1, ...): put all in one folder."
+            )
+    inputs: list[Values] = [
+        {rank: block.clone() for rank, block in each.items()} for each in recorded.inputs
+    ]
+    if facts.uses_index:
+        inputs.insert(0, {rank: torch.tensor(k) for k, rank in enumerate(facts.ranks)})
+    groups = {name: tuple(map(tuple, parts)) for name, parts in facts.groups.items()}
+    return variant(Lockstep(groups), recorded.graph, inputs, facts.ranks)
+
+
+class _Watch:
+    """Looks at every operation of a run."""
+
+    def __init__(self, at: str | None) -> None:
+        self._at = at
+        self.first_nan: Found | None = None
+
+    def follow(self, steps: Steps) -> list[Values]:
+        while True:
+            try:
+                step = next(steps)
+            except StopIteration as end:
+                results: list[Values] = end.value
+                return results
+            operation = operation_of(step.node)
+            self._look(step.values, operation, place_of(step.node), step.steps)
+            if self._at is not None and _is_at(step.node, self._at):
+                _stop(step, operation)
+
+    def _look(self, values: Values, operation: str, line: str, steps: tuple[int, ...]) -> None:
+        if self.first_nan is not None:
+            return
+        for rank, value in values.items():
+            if any(_has_nan(x) for x in tree_leaves(value)):
+                self.first_nan = Found(operation, line, rank, steps)
+                return
+
+
+def _is_at(node: Node, at: str) -> bool:
+    file, number = file_and_line(node) or ("", 0)
+    return at == node.name or os.path.join("", f"{file}:{number}").endswith(os.path.join("", at))
+
+
+def _shape(graph: GraphModule) -> list[Any]:
+    """What two runs of one graph have in common."""
+    modules = [module for module in graph.modules() if isinstance(module, GraphModule)]
+    return [(node.name, str(node.target)) for module in modules for node in module.graph.nodes]
+
+
+def _has_nan(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and is_inexact(x) and bool(x.isnan().any())
+
+
+def _described(blocks: Sequence[torch.Tensor]) -> str:
+    """``"float32[2, 3] from -1 to 2"``"""
+    kind = kind_of(blocks[0].shape, blocks[0].dtype)
+    found = [x.double() if is_inexact(x) else x for x in blocks if x.numel() and not x.is_complex()]
+    if not found:
+        return kind
+    low, high = min(float(x.min()) for x in found), max(float(x.max()) for x in found)
+    return f"{kind} from {low:g} to {high:g}"
+
+
+def _stop(step: Step, operation: str) -> None:
+    """The debugger, as if it had stopped at the line of the user's that made an operation."""
+    file, number = file_and_line(step.node) or ("<graph>", 1)
+    names: dict[str, Any] = {
+        each.name: list(values.values())
+        for each, values in zip(step.node.all_input_nodes, step.inputs, strict=True)
+    }
+    names |= {step.node.name: list(step.values.values())}
+    names |= {"operation": operation, "ranks": list(step.values), "steps": step.steps}
+    # code of our own, of which only the file and the line come from the record
+    code = _AT.replace(co_filename=file, co_firstlineno=number, co_name="<module>")
+    FunctionType(code, names | {"_pause": _pause})()
+
+
+def _pause() -> None:
+    pdb.Pdb().set_trace(sys._getframe(1))
+
+
+_AT = (lambda: _pause()).__code__
