@@ -5,8 +5,10 @@ import gc
 import linecache
 import os
 import resource
+import signal
 import sys
 import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from _support import (
     EAGER,
     beside,
     eagerly,
+    in_threads,
     is_running,
     kill,
     num_fds,
@@ -451,6 +454,48 @@ def test_calls_and_batches_of_other_threads_go_on():
         finally:
             over.set()
     assert set(results) == {1.0}
+
+
+def amid_a_change(act):
+    def carry(old, new):
+        act(old)
+        return lambda is_new: None
+
+    current.change(2, carry)
+
+
+def test_a_finalizer_in_a_thread_that_it_waits_for_is_refused():
+    x, refused = tp.replicate(X), Future()
+
+    def finalizer():
+        try:
+            tp.pmap(torch.sin, in_axes=None, axis_size=1)(x)
+        except RuntimeError as error:
+            refused.set_result(str(error))
+
+    def act(old):
+        old._pool.monitor.soon(finalizer)
+        assert "in one of torchpmap's own threads" in refused.result(10)
+
+    amid_a_change(act)
+
+
+def test_a_child_that_another_thread_forks_meanwhile_waits_for_no_lock():
+    x, codes = tp.replicate(X), []
+
+    def fork():
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            for use in (x.cpu, lambda: tp.replicate(X)):
+                with contextlib.suppress(tp.RuntimeClosed):
+                    use()
+                    os._exit(1)
+            os._exit(0)
+        codes.append(os.waitpid(child, 0)[1])
+
+    amid_a_change(lambda old: in_threads(1, lambda k: fork()))
+    assert codes == [0]
 
 
 def test_it_waits_for_a_checkpoint_that_workers_write(tmp_path):

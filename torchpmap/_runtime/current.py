@@ -8,6 +8,7 @@ value or call.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -255,6 +256,16 @@ def change(
             _runtime, _planned, _leaving = new, new.devices, None
         finally:  # Ctrl-C may come anywhere
             ending.surely(settle)
+
+
+def _begin_anew() -> None:
+    """In a forked child: the thread that held the locks is the parent's."""
+    global _lock, steady, _runtime, _leaving
+    _lock, steady = threading.RLock(), threading.RLock()
+    _runtime, _leaving = _runtime or _leaving, None
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _limit() -> None:
