@@ -436,13 +436,16 @@ def test_ctrl_c_while_a_pool_is_read_that_was_given_up_leaves_it_so():
 
 
 def test_calls_and_batches_of_other_threads_go_on():
-    """Calls wait for the new devices; what ``prefetch`` has loaded moves too."""
+    """Calls wait for the new devices; what ``prefetch`` has loaded moves too.  The result of a call
+    that had begun just before may be lost, which it says.
+    """
     f = eagerly(lambda x: tp.psum(x, "i"), "i", in_axes=None, axis_size=1)
     over, results = threading.Event(), []
 
     def call():
         while not over.is_set():
-            results.append(f(torch.ones(())).item())
+            with contextlib.suppress(tp.RuntimeClosed):
+                results.append(f(torch.ones(())).item())
 
     batches = [torch.arange(12.0) + k for k in range(6)]
     with beside(call):
