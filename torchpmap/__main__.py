@@ -72,13 +72,18 @@ def _replay(options: argparse.Namespace) -> int:
 
     from torchpmap.debug import replay
 
-    found = replay(options.file, at=options.at)
-    print(found)
-    given = {name: getattr(options, name) for name in ("against", "dtype", "backend")}
-    for name, value in given.items():
-        if value is not None:
-            other = getattr(torch, value) if name == "dtype" else value
-            print(f"first difference, {name} {value}: {found.bisect(**{name: other}) or 'none'}")
+    try:
+        found = replay(options.file, at=options.at)
+        print(found)
+        given = {name: getattr(options, name) for name in ("against", "dtype", "backend")}
+        for name, value in given.items():
+            if value is not None:
+                other = getattr(torch, value, value) if name == "dtype" else value
+                result = found.bisect(**{name: other})
+                print(f"first difference, {name} {value}: {result or 'none'}")
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

@@ -442,3 +442,18 @@ def test_breakpoint_elsewhere_says_what_to_do(pool):
             tp.pmap(f, compile=compile)(X)
     with pytest.raises(RuntimeError, match=r"outside a mapped function; use Python's breakpoint\("):
         f(X)
+
+
+def test_a_zero_tangent_in_an_operation_in_place(inline):
+    """torch 2.13 would end the process, as in every dispatch mode."""
+    shift = torch.tensor(0.5)
+
+    def f(x):
+        def branch(x):
+            return torch.func.jvp(lambda x: x.clone().sub_(shift, alpha=2), (x,), (x,))
+
+        return tp.cond(torch.tensor(True), branch, lambda x: (x, x), x)
+
+    value, tangent = f(torch.ones(2))
+    assert (value.tolist(), tangent.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+    tp.debug.find_nan(f, torch.ones(2))

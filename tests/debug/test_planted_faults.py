@@ -315,10 +315,12 @@ def killed_in_a_step():
     "[`tp.resize` without it](faults.md#going-on-with-fewer-devices)",
     "ShardedTensor([1., 2.], replicated on cpu:0 cpu:1 cpu:2)",
     "ShardLost: the shard on device cpu:2 is lost: the worker of device cpu:2 (rank 2, pid ...) "
-    "died: ... Values that do not live on that device are intact; compute or load this one again.",
+    "died: SIGKILL. Values that do not live on that device are intact; compute or load this one "
+    "again.",
 )
 def gone_for_good():
-    weights, rows = tp.replicate(torch.tensor([1.0, 2.0])), tp.shard_batch(X)
+    weights = tp.replicate(torch.tensor([1.0, 2.0]))
+    rows = tp.shard_batch(X).block_until_ready()
     kill(worker_pids()[2])
     tp.resize([device for device in tp.devices() if device.id != 2])
     print(weights)

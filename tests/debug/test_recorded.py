@@ -1,7 +1,6 @@
 """Covers: debug.record, dump and replay; _trace/recording.py, debug/_record*.py, _graph_data.py,
 _lockstep.py, _replay.py, _bisect.py."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,16 +8,14 @@ import sys
 
 import pytest
 import torch
-from torch.nn.functional import dropout
+from torch.nn.functional import conv1d, dropout
 
 import torchpmap as tp
 from torchpmap._base.errors import kind_of
-from torchpmap._layout.axis_stack import group_name
-from torchpmap.debug._graph_data import NotData, decoded_graph
-from torchpmap.debug._lockstep import Lockstep
 
 EAGER = {"backend": "eager"}
 NAN = float("nan")
+F8 = torch.ones(4, 2).to(torch.float8_e5m2)
 
 
 @pytest.fixture(autouse=True)
@@ -159,9 +156,21 @@ def test_the_first_nan_and_where(recording):
     assert (found.first_nan.operation, found.first_nan.rank) == ("aten.log.default", 2)
     assert found.first_nan.line.endswith("`y = (x - 1).log()  # here`")
     assert f"first NaN: {found.first_nan}" in str(found)
+    with pytest.raises(ValueError, match=r"no operation is at 'bad.py:1'.* operations are arg1_1,"):
+        tp.debug.replay(tp.debug.dump()[-1], at="bad.py:1")
     f(torch.tensor([2.0, NAN, 0.5, 4.0]))
     first = again().first_nan
     assert (first.operation.partition(" ")[0], first.rank) == ("input", 1)
+
+
+def test_what_was_traced_before_has_no_lines(tmp_path):
+    f, x = tp.pmap(bad, "i", compile=EAGER), torch.zeros(4)
+    f(x)
+    with tp.debug.record(tmp_path):
+        f(x)
+        assert str(again().first_nan) == (
+            "aten.log.default (traced before record was on: no lines), rank 0"
+        )
 
 
 def test_the_step_of_a_loop(recording):
@@ -172,6 +181,65 @@ def test_the_step_of_a_loop(recording):
         torch.tensor([9.0, 9.0, 9.0, 2.5])
     )
     assert (again().first_nan.rank, again().first_nan.steps) == (3, (3,))
+
+
+# -- where features meet ---------------------------------------------------------------------------
+
+
+def of_jit(x):
+    return {"same": x, "twice": x * 2, "none": None, "next": [x + 1]}
+
+
+@pytest.mark.parametrize(
+    ("fun", "x", "dtype"),
+    [
+        (lambda k: tp.random.bits(k, (3,)), tp.random.split(tp.random.key(0), 4), torch.float64),
+        (lambda x: tp.all_gather(x, "i"), torch.ones(4, dtype=torch.uint16), torch.float64),
+        (lambda x: conv1d(x, torch.ones(2, 3, 1)), torch.rand(4, 1, 3, 5), torch.float64),
+        (lambda x: x @ torch.tensor([1.0, 3.0]), torch.rand(4, 2), torch.float64),
+        (lambda x: tp.ppermute(x, "i", [(0, 1)]), F8, torch.bfloat16),
+    ],
+)
+def test_numbers_that_torch_has_few_operations_for(recording, fun, x, dtype):
+    """Those of unsigned integers have no minimum; constants and factories have another dtype."""
+    y = tp.pmap(fun, "i", compile=EAGER)(x).cpu()
+    found = again()
+    assert torch.equal(found.results["result"].float(), y.float())
+    assert f"result: {kind_of(y.shape, y.dtype)} from" in str(found)
+    assert found.bisect(dtype=dtype, tolerance=0.01) is None
+
+
+def test_results_of_jit_have_their_names(recording):
+    tp.jit(of_jit, compile=EAGER)(tp.shard_batch(torch.arange(4.0)))
+    found = {name: x.tolist() for name, x in again().results.items()}
+    assert found == {"result['twice']": [0, 2, 4, 6], "result['next'][0]": [1, 2, 3, 4]}
+
+
+def test_whatever_the_caller_set(recording):
+    y = tp.pmap(lambda x: x * tp.axis_index("i") + torch.ones(2).sum(), "i", compile=EAGER)(
+        torch.arange(4.0)
+    ).cpu()
+    (path,) = tp.debug.dump()
+
+    def same():
+        return torch.equal(tp.debug.replay(path).results["result"], y)
+
+    for around in (torch.device("meta"), torch.inference_mode(), tp.debug.fake_pmap()):
+        with around:
+            assert same()
+            assert tp.debug.replay(path).bisect(dtype=torch.float64) is None
+    f = tp.pmap(lambda x: x + tp.debug.replay(path).results["result"].sum(), compile=EAGER)
+    assert f(torch.zeros(4)).tolist() == [22.0] * 4
+    assert torch.func.grad(lambda x: x * same())(torch.tensor(1.0)) == 1
+
+
+def test_memory_that_nothing_has_set_says_nothing(recording):
+    torch.use_deterministic_algorithms(True)  # fills it with NaN
+    try:
+        tp.pmap(lambda x: torch.empty(3, 2).t().copy_(x), compile=EAGER)(torch.ones(4, 2, 3))
+        assert again().first_nan is None
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # -- two runs --------------------------------------------------------------------------------------
@@ -190,6 +258,8 @@ def test_the_first_operation_that_another_dtype_changes(recording):
     assert "small = big - 1e8" in found.line
     assert [float(x) for x in found.values] == [0.0, 0.25]
     assert again().bisect(backend="inductor") is None
+    tp.pmap(torch.sin, compile=EAGER)(torch.linspace(0, 1, 4))  # of which bfloat16 rounds all
+    assert again().bisect(dtype=torch.bfloat16) is None
 
 
 def test_two_calls(recording):
@@ -208,8 +278,16 @@ def test_two_calls(recording):
     tp.pmap(lambda x: x.exp(), compile=EAGER)(torch.ones(4))
     with pytest.raises(ValueError, match="run different graphs: compare two calls"):
         tp.debug.replay(same).bisect(tp.debug.dump()[-1])
-    with pytest.raises(ValueError, match="bisect takes one of against, dtype and backend"):
-        tp.debug.replay(same).bisect()
+    f(torch.ones(2), torch.tensor(2.0))
+    with pytest.raises(ValueError, match="on the same devices, with arguments of the same shapes"):
+        tp.debug.replay(same).bisect(tp.debug.dump()[-1])
+    for wrong, message in (
+        ({}, "bisect takes one of against, dtype and backend"),
+        ({"dtype": torch.int32}, "dtype must be one of .*float64.* but got torch.int32"),
+        ({"dtype": torch.float64, "tolerance": NAN}, "tolerance must be 0 or more, but got nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tp.debug.replay(same).bisect(**wrong)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
@@ -366,103 +444,3 @@ def test_illegal_arguments(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(FileExistsError):
         tp.debug.record(tmp_path / "file")
-
-
-# -- data only -------------------------------------------------------------------------------------
-
-
-def of_nodes(*nodes, **more):
-    start = ["placeholder", "x", None, [], {}, None]
-    end = ["output", "output", None, [{"node": "y"}], {}, None]
-    return {"nodes": [start, *nodes, end], "graphs": {}, "constants": {}} | more
-
-
-X = {"node": "x"}
-
-
-@pytest.mark.parametrize(
-    "node",
-    [
-        ["call_function", "y", "os::system", [X], {}, None],
-        ["call_function", "y", "aten::from_file", ["/etc/passwd"], {}, None],
-        ["call_function", "y", "aten::save", [X, "file"], {}, None],
-        ["call_function", "y", "aten::_reshape_alias", [X, [4000], [1]], {}, None],
-        ["call_function", "y", "builtins.eval", ["1"], {}, None],
-        ["call_function", "y", "aten::mul.__class__", [X], {}, None],
-        ["call_function", "y", "aten::__class__", [X], {}, None],
-        ["call_function", "y; import os", "aten::neg", [X], {}, None],
-        ["call_function", "y", "aten::neg", [X], {"a=1, b": 2}, None],
-        ["call_module", "y", "os", [X], {}, None],
-        ["get_attr", "y", "__class__", [], {}, None],
-        ["call_function", "y", "aten::neg", [{"dtype": "load"}], {}, None],
-        ["call_function", "y", "aten::neg", [{"dtype": "os.system"}], {}, None],
-        ["call_function", "y", ["aten::neg"], [X], {}, None],
-    ],
-)
-def test_other_names_are_refused(node):
-    with pytest.raises(NotData):
-        decoded_graph(of_nodes(node), {})
-
-
-def test_damaged_files(recording, tmp_path):
-    tp.pmap(lambda x: x + 1, compile=EAGER)(torch.ones(4))
-    (path,) = tp.debug.dump()
-    data = path.read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    assert {"call", "__metadata__"} < header.keys()  # any reader of safetensors can open it
-    for broken in (
-        data[:-1],
-        data[:100],
-        b"",
-        b"\x00" * 64,
-        data.replace(b'"format"', b'"formal"'),
-    ):
-        other = tmp_path / "broken.safetensors"
-        other.write_bytes(broken)
-        with pytest.raises(
-            ValueError, match=r"is no file of torchpmap\.debug\.record, or it is dam"
-        ):
-            tp.debug.replay(other)
-
-
-def test_a_rank_that_does_not_come_to_a_collective():
-    name = group_name((0, 1))
-    op, wait = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
-    inner = {
-        "nodes": [
-            ["placeholder", "x", None, [], {}, None],
-            ["call_function", "s", op, [X, "sum", name], {}, None],
-            ["call_function", "y", wait, [{"node": "s"}], {}, None],
-            ["output", "output", None, [[{"node": "y"}]], {}, None],
-        ],
-        "graphs": {},
-        "constants": {},
-    }
-    other = of_nodes(["call_function", "y", "aten::neg", [X], {}, None])
-    nodes = (
-        ["get_attr", "a", "a", [], {}, None],
-        ["get_attr", "b", "b", [], {}, None],
-        ["call_function", "p", "aten::gt.Scalar", [X, 0], {}, None],
-        [
-            "call_function",
-            "c",
-            "cond",
-            [{"node": "p"}, {"node": "a"}, {"node": "b"}, [X]],
-            {},
-            None,
-        ],
-        ["call_function", "y", "getitem", [{"node": "c"}, 0], {}, None],
-    )
-    graph = decoded_graph(of_nodes(*nodes, graphs={"a": inner, "b": other}), {})
-    values = {0: torch.tensor(1.0), 1: torch.tensor(-1.0)}
-    run = Lockstep({name: ((0, 1),)}).run(graph, [values], (0, 1))
-    with pytest.raises(RuntimeError, match=r"the ranks \[1\] do not come to it"):
-        list(run)
-    values[1] = torch.tensor(3.0)
-    assert [step.values for step in Lockstep({name: ((0, 1),)}).run(graph, [values], (0, 1))][
-        -1
-    ] == {
-        0: 4.0,
-        1: 4.0,
-    }
-    assert kind_of((), torch.float32) == "float32[]"

@@ -193,7 +193,7 @@ def busy(
         f(rows).block_until_ready()  # compiled: that would wait at the gate too
     thread = threading.Thread(target=call)
     thread.start()
-    assert wait_for(lambda: running_pool()._monitor.pending)
+    assert wait_for(lambda: running_pool().monitor.pending)
     try:
         yield thread
     finally:

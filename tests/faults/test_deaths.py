@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from _launched import run_program
 from _rig import (
     EAGER,
     N,
@@ -70,7 +71,7 @@ def test_row_03_killed_in_the_middle_of_a_transfer(direction):
 
         def strike():
             pool = running_pool()
-            wait_for(lambda: pool._monitor.pending or pool.outbox.unsent is not None)
+            wait_for(lambda: pool.monitor.pending or pool.outbox.unsent is not None)
             os.kill(victim, signal.SIGKILL)
 
         with beside(strike):
@@ -208,3 +209,45 @@ def test_row_06_one_dies_and_another_raises():
         eagerly(step)(rows)
     assert any(f"{DEVICE}:1" in note and "exit code 1" in note for note in caught.value.__notes__)
     assert_pool_works()
+
+
+SLOW_IMPORT = """
+import os, sys
+if "SLOW" in os.environ:  # the process from which workers are forked
+    class Slow:
+        def find_spec(self, name, *_):
+            if name == "torchpmap._api" and not os.path.exists("go on"):
+                open("begun", "w").close()
+                while not os.path.exists("go on"):
+                    pass
+    sys.meta_path.insert(0, Slow())
+"""
+KILLED = """
+import os, signal
+os.environ["SLOW"] = "1"  # of the processes to come
+import torch, torchpmap as tp
+from torchpmap._runtime import current
+
+def wait_for(condition):
+    while not condition():
+        pass
+
+tp.init(2)
+double = tp.pmap(lambda x: x * 2, compile=False)
+double(torch.ones(2)).tolist()
+pool = current.runtime()._pool
+wait_for(lambda: os.path.exists("begun"))
+os.kill(pool.workers[0].pid, signal.SIGKILL)
+wait_for(lambda: pool._verdict.deaths)
+print(pool._verdict.deaths[0].exitcode)
+open("go on", "w").close()
+"""
+
+
+def test_an_exit_code_is_known_while_the_fork_server_imports(tmp_path, monkeypatch):
+    """The process that reports it has one thread."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
+    monkeypatch.chdir(tmp_path)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run_program("-c", KILLED, PYTHONPATH=path)
+    assert done.stdout == f"{-signal.SIGKILL}\n"

@@ -185,7 +185,7 @@ def test_row_22_what_stands_behind_an_interrupted_call_says_so():
     behind = []
 
     def call_behind():
-        assert wait_for(lambda: running_pool()._monitor.pending)
+        assert wait_for(lambda: running_pool().monitor.pending)
         behind.append(total(rows))
 
     with survivors():

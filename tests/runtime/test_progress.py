@@ -118,7 +118,7 @@ def test_a_wait_for_an_old_value_waits_for_nothing_behind_it(pool, tmp_path):
     held(torch.ones(4)).block_until_ready()
     old = held(torch.ones(4))
     with beside(eagerly(gated(gate)), torch.ones(4)) as ended:
-        assert wait_for(lambda: running_pool()._monitor.pending)
+        assert wait_for(lambda: running_pool().monitor.pending)
         old.block_until_ready()
         assert not ended.done()
         gate.touch()

@@ -180,7 +180,7 @@ def test_a_thread_of_the_pool_s_own_does_not_wait(call):
         except RuntimeError as error:
             said.append(str(error))
 
-    monitor = running_pool()._monitor
+    monitor = running_pool().monitor
     monitor.soon(lambda: by_collection(then))
     assert wait_for(lambda: said)
     assert "in one of torchpmap's own threads" in said[0]

@@ -2,10 +2,13 @@
 
 import contextlib
 import gc
+import linecache
 import os
 import resource
+import signal
 import sys
 import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from _support import (
     EAGER,
     beside,
     eagerly,
+    in_threads,
     is_running,
     kill,
     num_fds,
@@ -23,6 +27,7 @@ from _support import (
 
 import torchpmap as tp
 from torchpmap._runtime import current
+from torchpmap._runtime.local.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -262,13 +267,14 @@ def test_a_mapped_step_that_loses_a_device_is_made_again_on_the_others():
 
 def test_what_only_a_dead_worker_had_is_lost_and_stays_so():
     copies, cut, half = tp.replicate(X), tp.shard_batch(X), put(X, (2, 2), "a")
+    cut.block_until_ready()
     kill(worker_pids()[0])
     for n in (3, 4):
         tp.resize(n)
         assert torch.equal(copies.cpu(), X)
         assert torch.equal(half.cpu(), X)  # devices 0 and 1 had the same rows
         for use in (cut.cpu, lambda: cut + 1, lambda: eagerly(lambda x: x)(cut)):
-            with pytest.raises(tp.ShardLost, match=r"cpu:0 is lost: .* died"):
+            with pytest.raises(tp.ShardLost, match=r"cpu:0 is lost: .* died: SIGKILL"):
                 use()
     assert cut.shape == (12, 4)
     cut = tp.shard_batch(X)
@@ -298,7 +304,7 @@ def lose_for_good(rank):
 def test_a_device_that_gets_no_worker_any_more_costs_only_what_it_had_alone(dies):
     pids = worker_pids()
     copies, cut, half = tp.replicate(X), tp.shard_batch(X), put(X, (2, 2), "a")
-    alone = [tp.device_put(X, device) for device in tp.devices()]
+    alone = [tp.device_put(X, device).block_until_ready() for device in tp.devices()]
     given_up = lose_for_good(2)
     with pytest.raises(tp.RuntimeClosed, match=r"died: .*\. torchpmap.resize with"):
         copies.cpu()
@@ -322,6 +328,15 @@ def test_without_resize_a_pool_that_was_given_up_is_replaced():
     assert wait_for(lambda: not any(map(is_running, pids)))
     with pytest.raises(tp.RuntimeClosed, match="cannot be started or repaired"):
         copies.cpu()
+
+
+def test_as_many_devices_again_keep_what_the_others_have():
+    copies, alone = tp.replicate(X), tp.device_put(X, tp.devices()[2]).block_until_ready()
+    lose_for_good(2)
+    tp.resize(4)
+    assert torch.equal(copies.cpu(), X)
+    with pytest.raises(tp.ShardLost, match="died: SIGKILL"):
+        alone.cpu()
 
 
 def test_the_result_of_a_call_that_failed_raises_what_it_raised():
@@ -354,20 +369,28 @@ def test_a_failure_on_the_way_changes_nothing():
     assert torch.equal((x + cut).cpu(), X + X)
 
 
-def interrupt_at(number, function):
-    """Call a function; Ctrl-C comes before line ``number`` of what puts one pool for another."""
-    ours = {current.change.__code__}
+_NO_HANDLER = ("with ", "try:", "ending.surely")
+"""Python runs no signal handler between the end of a ``with`` block and ``__exit__``, nor at
+``try``: an exception from there would keep the lock.  The last one is not looked at: Ctrl-C would
+have to come twice in a microsecond.
+"""
+
+
+def interrupt_at(number, times, function):
+    """Call a function; Ctrl-C comes before line ``number`` of what puts one pool for another, and
+    again at the next line of the clean-up.
+    """
+    ours = {current.change.__code__, Pool.reopen.__code__}
     lines = 0
 
     def trace(frame, event, arg):
         nonlocal lines
-        if frame.f_code.co_name == "switch":
-            ours.add(frame.f_code)
-        if frame.f_code not in ours:
+        if frame.f_code.co_name not in ("switch", "settle") and frame.f_code not in ours:
             return None
-        if event == "line":
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if event == "line" and not source.startswith(_NO_HANDLER):
             lines += 1
-            if lines == number:
+            if number <= lines < number + times:
                 raise KeyboardInterrupt
         return trace
 
@@ -382,12 +405,13 @@ def interrupt_at(number, function):
     return False
 
 
-def test_ctrl_c_at_any_line_leaves_the_old_devices_or_the_new_ones():
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_at_any_line_leaves_the_old_devices_or_the_new_ones(times):
     x, cut, found, number = tp.replicate(X), tp.shard_batch(X), set(), 0
     goal, fds = 3, {}
     while True:
         number += 1
-        was_interrupted = interrupt_at(number, lambda: tp.resize(goal))  # noqa: B023
+        was_interrupted = interrupt_at(number, times, lambda: tp.resize(goal))  # noqa: B023
         n = tp.device_count()
         assert torch.equal((x + cut).cpu(), X + X)
         assert len(worker_pids(n)) == n
@@ -399,14 +423,29 @@ def test_ctrl_c_at_any_line_leaves_the_old_devices_or_the_new_ones():
     assert found == {False, True}
 
 
+def test_ctrl_c_while_a_pool_is_read_that_was_given_up_leaves_it_so():
+    copies, number = tp.replicate(X).block_until_ready(), 0
+    pool = lose_for_good(2)
+    while not pool.ended:
+        assert pool.closed_because is not None
+        number += 1
+        interrupt_at(number, 1, lambda: tp.resize(3))
+    assert number > 10
+    assert torch.equal(copies.cpu(), X)
+    assert tp.device_count() == 3
+
+
 def test_calls_and_batches_of_other_threads_go_on():
-    """Calls wait for the new devices; what ``prefetch`` has loaded moves too."""
+    """Calls wait for the new devices; what ``prefetch`` has loaded moves too.  The result of a call
+    that had begun just before may be lost, which it says.
+    """
     f = eagerly(lambda x: tp.psum(x, "i"), "i", in_axes=None, axis_size=1)
     over, results = threading.Event(), []
 
     def call():
         while not over.is_set():
-            results.append(f(torch.ones(())).item())
+            with contextlib.suppress(tp.RuntimeClosed):
+                results.append(f(torch.ones(())).item())
 
     batches = [torch.arange(12.0) + k for k in range(6)]
     with beside(call):
@@ -418,6 +457,59 @@ def test_calls_and_batches_of_other_threads_go_on():
         finally:
             over.set()
     assert set(results) == {1.0}
+
+
+def amid_a_change(act):
+    def carry(old, new):
+        act(old)
+        return lambda is_new: None
+
+    current.change(2, carry)
+
+
+def test_a_finalizer_in_a_thread_that_it_waits_for_is_refused():
+    x, refused = tp.replicate(X), Future()
+
+    def finalizer():
+        try:
+            tp.pmap(torch.sin, in_axes=None, axis_size=1)(x)
+        except RuntimeError as error:
+            refused.set_result(str(error))
+
+    def act(old):
+        old._pool.monitor.soon(finalizer)
+        assert "in one of torchpmap's own threads" in refused.result(10)
+
+    amid_a_change(act)
+
+
+def test_a_child_that_another_thread_forks_meanwhile_waits_for_no_lock():
+    x, codes = tp.replicate(X), []
+
+    def fork():
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            for use in (x.cpu, lambda: tp.replicate(X)):
+                with contextlib.suppress(tp.RuntimeClosed):
+                    use()
+                    os._exit(1)
+            os._exit(0)
+        codes.append(os.waitpid(child, 0)[1])
+
+    amid_a_change(lambda old: in_threads(1, lambda k: fork()))
+    assert codes == [0]
+
+
+def test_it_waits_for_a_checkpoint_that_workers_write(tmp_path):
+    """They would end in the middle of it."""
+    x = tp.replicate(torch.arange(1 << 24))
+    saving = tp.checkpoint.save(tmp_path / "all", {"x": x}, asynchronous=True)
+    x.delete()
+    tp.resize(2)
+    saving.wait()
+    loaded = tp.checkpoint.load(tmp_path / "all")["x"]
+    assert torch.equal(loaded.cpu(), torch.arange(1 << 24))
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_a_stopped_worker_is_ended(wait, monkeypatch):
 def test_a_stopped_worker_that_no_call_waits_for_lives(monkeypatch):
     monkeypatch.setattr(vigil, "STOPPED_S", 0.0)
     with lives_on(0, 1) as (pids, _):
-        monitor = running_pool()._monitor
+        monitor = running_pool().monitor
         os.kill(pids[0], signal.SIGSTOP)
         ticks = monitor._next_tick
         assert wait_for(lambda: monitor._next_tick > ticks + 1, 5)
@@ -125,7 +125,7 @@ def test_a_worker_that_dies_while_the_socket_of_another_is_full(tmp_path):
 
     with lives_on(1) as (pids, _), beside(call):
         pool = running_pool()
-        assert wait_for(lambda: pool._monitor.pending)
+        assert wait_for(lambda: pool.monitor.pending)
         with beside(run_ahead):
             assert wait_for(lambda: pool.outbox.blocked)
             os.kill(pids[0], signal.SIGKILL)
@@ -334,7 +334,7 @@ def test_ctrl_c_while_a_fetch_is_sent_frees_its_memory(interrupted):
     large = double(torch.ones(2, 300_000)).block_until_ready()
     interrupted(tp.device_get, large)
     assert pool.landing.taken()
-    assert not pool._monitor.pending
+    assert not pool.monitor.pending
     total(rows).block_until_ready()
     assert wait_for(lambda: not pool.landing.taken())
     assert tp.device_get(large).sum() == 1_200_000
@@ -408,7 +408,7 @@ def test_a_worker_that_prints_without_end_stops_no_call(monkeypatch):
 
     monkeypatch.setattr(sys, "stdout", Slow())
     monkeypatch.setattr(_output, "_QUEUED_CHARACTERS", 1 << 17)
-    printer = running_pool()._monitor._printer
+    printer = running_pool().monitor._printer
     most = []
     flooded = tp.pmap(flood, compile=False, devices=tp.devices())
     with beside(flooded, rows) as ended:
@@ -432,7 +432,7 @@ def test_a_monitor_that_fails_closes_the_pool():
             eagerly(lambda x: time.sleep(1000))(rows)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
-    monitor = running_pool()._monitor
+    monitor = running_pool().monitor
     with beside(wait, seconds=30):
         assert wait_for(lambda: monitor.pending)
         monitor._do(fail)
@@ -496,7 +496,7 @@ def while_a_thread_waits():
     assert worker_pids(4)
     sleeps = eagerly(lambda x: time.sleep(30) or x)
     with shutdown_ends(tp.RuntimeClosed, sleeps, torch.zeros(4)):
-        assert wait_for(lambda: running_pool()._monitor.pending)
+        assert wait_for(lambda: running_pool().monitor.pending)
         tp.shutdown()
 
 

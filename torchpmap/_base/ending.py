@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from torchpmap._base.deadline import Deadline
@@ -30,6 +31,15 @@ def begin() -> None:
 
 def has_begun() -> bool:
     return _begun
+
+
+def surely(end: Callable[[], None]) -> None:
+    """Call ``end``, and again if Ctrl-C comes meanwhile: nothing else would do what it does."""
+    try:
+        end()
+    except BaseException:
+        end()
+        raise
 
 
 def sleep_if_ending() -> None:

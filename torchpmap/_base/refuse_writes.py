@@ -14,6 +14,7 @@ from torchpmap._base.torch_internals import (
     gives_views,
     innermost,
     no_torch_dispatch,
+    with_memory,
     written_values,
 )
 
@@ -57,7 +58,7 @@ class RefuseWrites(TorchDispatchMode):
         for tensor in written_values(func, args, kwargs):
             if _has_memory(tensor) and tensor.untyped_storage()._cdata not in self._inside:
                 raise self._error(tensor, str(func))
-        result = func(*args, **kwargs)
+        result = with_memory(func)(*args, **kwargs)
         if not gives_views(func):  # which need no note: they have the storage of their base
             self._note(result)
         return result

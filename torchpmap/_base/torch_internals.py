@@ -62,6 +62,16 @@ is_wrapped = _functorch.is_functorch_wrapped_tensor
 is_vmap_wrapper = _functorch.is_batchedtensor
 """Whether it was a vmap that has wrapped a tensor."""
 
+
+def with_memory(func: Any) -> Any:
+    """The operation itself, or what makes zeros instead of torch's short form of zeros: in a
+    dispatch mode torch (2.13) reads the memory that these lack (``sub_`` with ``alpha``), and
+    crashes.
+    """
+    is_short = func is torch.ops.aten._efficientzerotensor.default
+    return torch.ops.aten.zeros.default if is_short else func
+
+
 is_zeros: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 """Whether a tensor is torch's short form of zeros, which has no memory to read."""
 

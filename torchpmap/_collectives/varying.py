@@ -28,6 +28,7 @@ from torchpmap._base.torch_internals import (
     OpOverload,
     TorchDispatchMode,
     innermost,
+    with_memory,
     written_values,
 )
 from torchpmap._layout.axis_stack import Axis
@@ -102,7 +103,7 @@ class Tracking(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = with_memory(func)(*args, **kwargs)
         written = written_values(func, args, kwargs) if isinstance(func, OpOverload) else []
         given = [*args, *kwargs.values()]
         if is_by_element(func):

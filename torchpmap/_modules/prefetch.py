@@ -31,8 +31,8 @@ import torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import RuntimeClosed
 from torchpmap._modules.batch import shard_batch
-from torchpmap._runtime import inline_mode
-from torchpmap._runtime.current import is_launched, is_running, refuse_inside, steady
+from torchpmap._runtime import current, inline_mode
+from torchpmap._runtime.current import is_launched, is_running, refuse_inside
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -152,7 +152,7 @@ class Prefetch(Generic[R]):
             feed.stop()
 
     def _place_ahead(self, batch: Any) -> R:
-        with steady:  # ``resize`` would miss what is made while it moves the values
+        with current.steady:  # ``resize`` would miss what is made while it moves the values
             if not is_running():  # ``put`` would start new devices
                 raise RuntimeClosed(
                     "its devices were shut down while prefetch loaded batches for them"

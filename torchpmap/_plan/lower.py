@@ -70,6 +70,8 @@ class Target:
     """Its arguments, as the function sees them: "argument x float32[64, 10]"."""
     where: str = ""
     """``file:line`` of the function."""
+    names: tuple[str, ...] = ()
+    """Of its results, if the body returns them in another order or structure."""
 
     @property
     def described(self) -> str:
@@ -79,7 +81,7 @@ class Target:
     @property
     def of_derivative(self) -> Target:
         """The target for a derivative of what is traced for this one."""
-        return replace(self, what=f"a derivative of {self.what}")
+        return replace(self, what=f"a derivative of {self.what}", names=())
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -146,6 +148,7 @@ def lower(
         implementations=implementations or None,
         outputs=outputs,
         structure=outcome.structure,
+        names=target.names,
         nones=tuple(k for k, block in enumerate(outcome.blocks) if block is None),
         requires_grad=requires_grad and any(t.requires_grad for t in traced.captured),
         num_checks=len(outcome.checks),
@@ -189,6 +192,7 @@ def lower_pair(
             pinned=(),
             outputs=mine,
             structure=flatten(list(mine))[1],
+            names=() if backward else target.names,
             nones=(),
             requires_grad=False,
             num_checks=0,

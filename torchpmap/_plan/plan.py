@@ -164,6 +164,8 @@ class Plan:
     """
     implementations: Implementations | None = None
     """Functions of the user's own operations, of which the workers have copies."""
+    names: tuple[str, ...] = ()
+    """Of its outputs, if ``structure`` does not tell."""
 
     def holds(self) -> bool:
         """Whether what tracing baked in is still true."""

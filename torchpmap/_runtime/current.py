@@ -8,6 +8,7 @@ value or call.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from torchpmap._base.errors import RuntimeClosed
 from torchpmap._layout import axis_stack
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import JobRuntime, PoolRuntime, Runtime
+from torchpmap._runtime.local.reentry import refuse_to_wait
 from torchpmap._runtime.torchrun.launcher import JobPlace, found_place
 from torchpmap._runtime.torchrun.placement import devices_of
 
@@ -43,6 +45,8 @@ steady = threading.RLock()  # taken before _lock; no pool gives way to another m
 _runtime: Runtime | None = None
 _leaving: PoolRuntime | None = None
 """The pool whose values ``change`` moves; there is no other meanwhile, so other threads wait."""
+unfinished: list[Callable[[], None]] = []
+"""Each waits for what workers do in the background, before they are ended by ``change``."""
 _planned: tuple[Device, ...] | None = None
 _place: JobPlace | None = None  # of this process, if _planned are the devices of several
 
@@ -142,6 +146,7 @@ def runtime() -> Runtime:
     if ending.has_begun():
         ending.sleep_if_ending()
         raise RuntimeClosed("the script is ending, and its devices have been shut down")
+    _refuse_to_wait()
     with _lock:
         if _leaving is not None:  # a finalizer, in the thread that moves values
             return _leaving
@@ -151,6 +156,12 @@ def runtime() -> Runtime:
             _restart_or_raise(_runtime)
         assert _runtime is not None
         return _runtime
+
+
+def _refuse_to_wait() -> None:
+    """Raise in a thread of the pool itself, for which ``change`` waits."""
+    if _leaving is not None:
+        refuse_to_wait()
 
 
 def job_runtime() -> JobRuntime:
@@ -211,6 +222,8 @@ def change(
     old one goes on.
     """
     global _runtime, _planned, _leaving
+    for finish in unfinished:
+        finish()
     with steady, _lock:
         old = _runtime
         assert isinstance(old, PoolRuntime)  # the caller knows
@@ -220,6 +233,19 @@ def change(
         wanted = _enumerate(settings)
         new: Runtime | None = None
         switch: Callable[[bool], None] | None = None
+
+        def settle() -> None:
+            """Let one of the two pools be in use, and end the other."""
+            global _runtime, _leaving
+            if new is not None and _runtime is new:
+                old.close()
+                return
+            if switch is not None:
+                switch(False)
+            _runtime, _leaving = old, None
+            if new is not None:
+                new.close()
+
         try:
             _runtime, _leaving = None, old
             new = _made(wanted)
@@ -228,17 +254,18 @@ def change(
                 switch = carry(old, new)
             switch(True)
             _runtime, _planned, _leaving = new, new.devices, None
-            old.close()
-        except BaseException:  # Ctrl-C may come anywhere
-            if new is not None and _runtime is new:
-                old.close()
-                raise
-            if switch is not None:
-                switch(False)
-            _runtime, _leaving = old, None
-            if new is not None:
-                new.close()
-            raise
+        finally:  # Ctrl-C may come anywhere
+            ending.surely(settle)
+
+
+def _begin_anew() -> None:
+    """In a forked child: the thread that held the locks is the parent's."""
+    global _lock, steady, _runtime, _leaving
+    _lock, steady = threading.RLock(), threading.RLock()
+    _runtime, _leaving = _runtime or _leaving, None
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _limit() -> None:
@@ -341,6 +368,7 @@ def devices(backend: str | None = None) -> list[Device]:
     Source: ``jax.devices``.
     """
     global _planned
+    _refuse_to_wait()
     with _lock:
         if _planned is None:
             _planned = _enumerate(config.snapshot())

@@ -83,7 +83,7 @@ ShardedTensor(7., replicated on cpu:0 cpu:1))
         num_devices = len(kept)
     if not current.has_values():
         current.init(num_devices, before[0].platform)
-    elif num_devices != len(before) or kept != before:
+    elif num_devices != len(before) or kept != before or not current.is_running():
         current.change(num_devices, partial(_carry, kept))
 
 

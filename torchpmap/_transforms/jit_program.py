@@ -66,10 +66,10 @@ class Options:
     def prefix(self) -> str:
         return f"jit({self.name})"
 
-    def target(self, grid: Grid, seed: torch.Tensor) -> Target:
+    def target(self, grid: Grid, seed: torch.Tensor, names: tuple[str, ...]) -> Target:
         settings = for_graph(ambient())  # its casts are in the graph already
         options = self.prefix, self.name, grid, self.backend, seed, settings, self.timeout
-        return Target(*options, what=f"`{self.name}`", where=self.where)
+        return Target(*options, what=f"`{self.name}`", where=self.where, names=names)
 
 
 class JitCall:
@@ -182,7 +182,9 @@ class Program:
             )
         weights = [k for k, x in enumerate(traced.captured) if type(x) is ShardedTensor]
         wanted = [*self._wished(traced, [tensors[k] for k in alike]), *kept]
-        target = options.target(grid, seed)
+        paths = zip(self._tree.paths("result"), self._values, strict=True)
+        names = tuple(path for path, value in paths if value is RESULT)
+        target = options.target(grid, seed, names)
         given = target, traced.graph, inputs, weights, wanted
         self._derivable = None
         try:

@@ -34,6 +34,7 @@ from torchpmap._base.torch_internals import (
     is_zeros,
     next_node_number,
     num_modes,
+    with_memory,
     written_values,
 )
 from torchpmap._collectives.backend import NAMESPACES
@@ -44,7 +45,7 @@ from torchpmap._runtime.current import job_runtime, process_count, process_index
 from torchpmap._sharded.tensor import ShardedTensor, spans_processes
 from torchpmap._trace.environment import named_tensors
 
-_UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 """What memory holds before it is written says nothing."""
 _COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "lift_fresh", "lift_fresh_copy"}
 """What moves numbers, also those of the package's own."""
@@ -134,12 +135,12 @@ class _Look(TorchDispatchMode):
         if is_kept and any(_holds(x, sought) for x in inputs):
             self._inherit(func)  # it would be in a weight or a statistic, for good
             raise self._search.from_outside()
-        result = func(*args, **kwargs)
+        result = with_memory(func)(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         is_view = gives_views(func)
         if not is_view or all(x in self._made for x in inputs):
             self._made.update(dict.fromkeys(_tensors(result), True))
-        if is_view or name in _UNSET:
+        if is_view or name in UNSET:
             return result
         bad = [x for x in (*_tensors(result), *written) if _holds(x, sought)]
         if bad:

@@ -23,7 +23,7 @@ from typing import Any, Literal, overload
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import CheckpointError, warn
-from torchpmap._runtime.current import refuse_inside
+from torchpmap._runtime import current
 from torchpmap.checkpoint._folder import Folder, OtherFormat
 from torchpmap.checkpoint._load import load_tree
 from torchpmap.checkpoint._save import begin
@@ -92,6 +92,9 @@ def _wait_for_previous() -> None:
         _saving._thread.join()
 
 
+current.unfinished.append(_wait_for_previous)
+
+
 def _report_at_exit() -> None:
     if _saving is not None and _saving._error is not None and not _saving._is_known:
         print(f"torchpmap: {_saving._error}", file=sys.stderr)
@@ -139,7 +142,7 @@ def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | N
     Source: the files of blocks are in the format of ``safetensors``, which can read them.
     """
     global _saving
-    refuse_inside("checkpoint.save")
+    current.refuse_inside("checkpoint.save")
     _finish_previous()
     finish = begin(path, tree)
     if _saving is None:
@@ -184,7 +187,7 @@ def load(path: PathLike, like: Any = None) -> Any:
         >>> tp.checkpoint.load(folder, like={"w": tp.replicate(torch.zeros(4))})
         {'w': ShardedTensor([0., 1., 2., 3.], replicated on cpu:0 cpu:1 cpu:2 cpu:3)}
     """
-    refuse_inside("checkpoint.load")
+    current.refuse_inside("checkpoint.load")
     _wait_for_previous()
     return load_tree(path, like)
 

@@ -19,7 +19,15 @@ from torchpmap._trace.compile import Backend, Definition, compile_definition, pa
 from torchpmap._trace.effects import distance, wide
 from torchpmap._trace.graphs import copied_whole
 from torchpmap._trace.repetition import place_of
-from torchpmap.debug._lockstep import Lockstep, Step, Steps, Values, described, operation_of
+from torchpmap.debug._lockstep import (
+    Lockstep,
+    Step,
+    Steps,
+    Values,
+    described,
+    has_own_numbers,
+    operation_of,
+)
 
 Variant = Callable[[Lockstep, GraphModule, list[Values], Sequence[int]], Steps]
 """How a graph is run."""
@@ -77,7 +85,7 @@ def differing(mine: Steps, theirs: Steps, tolerance: float) -> Difference | None
 
 def _first(one: Step, other: Step, tolerance: float) -> Difference | None:
     node = one.node
-    for rank in one.values:
+    for rank in one.values if has_own_numbers(node) else ():
         values = one.values[rank], other.values[rank]
         apart, largest = _apart(*values)
         if apart > tolerance * max(largest, _LEAST):
@@ -103,6 +111,12 @@ def _apart(one: Any, other: Any) -> tuple[float, float]:
 # -- in another dtype ------------------------------------------------------------------------------
 
 
+def precision_of(dtype: torch.dtype) -> float:
+    if dtype not in _REAL:
+        raise ValueError(f"bisect: dtype must be one of {_REAL}, but got {dtype!r}.")
+    return torch.finfo(dtype).eps
+
+
 def in_dtype(dtype: torch.dtype) -> Variant:
     """All floating-point numbers are of this dtype (complex numbers, of two of them)."""
     instead = dict.fromkeys(_REAL, dtype) | dict.fromkeys(_COMPLEX, dtype.to_complex())
@@ -120,15 +134,31 @@ def in_dtype(dtype: torch.dtype) -> Variant:
         graph = copied_whole(graph)
         for module in graph.modules():
             for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-                if node.target is _BITS:
+                if node.op == "get_attr":
+                    setattr(module, node.target, changed(getattr(module, node.target)))
+                elif node.target is _BITS:
                     node.target = functools.partial(_bits, dtype)
                 else:
                     node.args = tuple(changed([*node.args]))
                     node.kwargs = {key: changed(each) for key, each in node.kwargs.items()}
         given = [{rank: changed(x) for rank, x in values.items()} for values in inputs]
-        return lockstep.run(graph, given, ranks)
+        return _Changed(lockstep.groups, changed).run(graph, given, ranks)
 
     return run
+
+
+class _Changed(Lockstep):
+    """``changed``: applied to all results; some operations take their dtype from the settings."""
+
+    def __init__(self, groups: Mapping[str, Partition], changed: Callable[[Any], Any]) -> None:
+        super().__init__(groups)
+        self._changed = changed
+
+    def computed(
+        self, node: Node, env: dict[Node, Values], ranks: Sequence[int], steps: tuple[int, ...]
+    ) -> Generator[Step, None, Values]:
+        found = yield from super().computed(node, env, ranks, steps)
+        return {rank: self._changed(x) for rank, x in found.items()}
 
 
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -139,10 +169,9 @@ _SAME_SIZE = {torch.int32: torch.float32, torch.int64: torch.float64}
 
 def _bits(wide: torch.dtype, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x.view(dtype)``, where the bits of a number are those of its own dtype."""
-    if not x.is_floating_point():
-        found = x.view(dtype)
-        return found.to(wide) if dtype.is_floating_point else found
-    if dtype not in _SAME_SIZE:
+    if x.dtype not in (*_REAL, *_COMPLEX):
+        return x.view(dtype)
+    if dtype not in _SAME_SIZE or x.is_complex():
         raise NotImplementedError(f"bisect: the bits of a number as {dtype} in another dtype")
     return x.to(_SAME_SIZE[dtype]).view(dtype)
 

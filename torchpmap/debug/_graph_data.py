@@ -21,8 +21,8 @@ from torchpmap._trace.graphs import COND, SCAN, WHILE
 from torchpmap._trace.repetition import file_and_line, set_place
 
 _NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", "torchpmap", "torchpmap_random"})
-_REFUSED = {"aten::from_file", "aten::save", "aten::_print", "aten::_reshape_alias"}
-"""The first two read and write any file; the last does not check that it stays in its memory."""
+_REFUSED = {"aten::from_file", "aten::_reshape_alias"}
+"""One reads and writes any file; the other does not check that it stays in its memory."""
 _LOOPS = (SCAN, WHILE, COND)
 _NAME, _OPERATION = re.compile(r"[A-Za-z_]\w*"), re.compile(r"(\w+)::(\w+)(?:\.(\w+))?")
 _GETITEM = "getitem"
@@ -120,9 +120,17 @@ def _operation(name: Any) -> Any:
         overload = getattr(packet, found[3] or "default")
     except AttributeError:
         overload = None
-    if not isinstance(overload, OpOverload):
-        raise NotData(f"the operation {name}, which this version of torch does not have")
+    if not isinstance(overload, OpOverload) or not _has_tensors(overload):
+        raise NotData(
+            f"the operation {name}, which this torch does not have, or which has no tensor"
+        )
     return overload
+
+
+def _has_tensors(operation: OpOverload) -> bool:
+    """The others may set a seed, print or write a file."""
+    found = operation._schema
+    return any("Tensor" in str(each.type) for each in (*found.arguments, *found.returns))
 
 
 # -- graphs ----------------------------------------------------------------------------------------
@@ -162,7 +170,13 @@ def decoded_graph(data: Any, tensors: Tensors) -> GraphModule:
     attributes |= {_checked(name): tensors[key] for name, key in data["constants"].items()}
     graph, made = Graph(), dict[str, Node]()
     for op, name, target, args, kwargs, place in data["nodes"]:
-        if op not in _OPS or (op == "get_attr" and target not in attributes):
+        is_last = len(made) == len(data["nodes"]) - 1
+        if (
+            op not in _OPS
+            or name in made
+            or is_last is not (op == "output")
+            or (op == "get_attr" and target not in attributes)
+        ):
             raise NotData(f"{op!r:.50} of {target!r:.100}")
         if op == "call_function":
             target = _operation(target)

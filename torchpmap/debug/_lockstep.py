@@ -14,11 +14,12 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from torchpmap._base.torch_internals import OpOverload
+from torchpmap._base.torch_internals import OpOverload, gives_views
 from torchpmap._layout.axis_stack import Partition
 from torchpmap._plan.collectives import PRINT, arguments, groups_of, name_of
 from torchpmap._trace.graphs import COND, SCAN, kind_of_node, results_of
 from torchpmap._trace.repetition import place_of
+from torchpmap._transforms.nans import UNSET
 
 Values = dict[int, Any]
 """By rank."""
@@ -46,6 +47,14 @@ def described(operation: str, line: str, rank: int, steps: tuple[int, ...]) -> s
     """As messages say which operation, and where."""
     in_steps = "".join(f", step {number}" for number in steps)
     return f"{operation}{f' at {line}' * bool(line)}, rank {rank}{in_steps}"
+
+
+def has_own_numbers(node: Node) -> bool:
+    """Whether what it gives is not memory that nothing has set, or a view, maybe of such."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return True
+    return target._opname not in UNSET and not gives_views(target)
 
 
 Steps = Generator[Step, None, list[Values]]

@@ -127,8 +127,8 @@ def record(folder: str | os.PathLike[str], last: int = 3) -> Recording:
         last: how many calls.
 
     Returns:
-        A context manager.  Without ``with`` it records until its ``close()``, or until ``record``
-        is called again.
+        A context manager.  It records until its block ends, or until its ``close()`` or the next
+        ``record``: there is one at a time.
 
     Raises:
         ValueError: ``last`` is less than 1.
@@ -172,8 +172,8 @@ def dump() -> list[Path]:
 
 def _facts(number: int, plan: Plan, error: str) -> Facts:
     definition, outputs = plan.definition, []
-    names = plan.structure.paths("result")
-    names = [name for k, name in enumerate(names) if k not in plan.nones]
+    paths = plan.structure.paths("result")
+    names = plan.names or [name for k, name in enumerate(paths) if k not in plan.nones]
     for k, layout in enumerate(plan.outputs):
         slices = [
             [each.indices(size)[:2] for each, size in zip(index, layout.shape, strict=True)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import glob
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 from torch.fx import GraphModule
 
 from torchpmap._base.fingerprint import digest
-from torchpmap.checkpoint._blocks import Files, read_bytes, read_header, write
+from torchpmap._plan.collectives import met
+from torchpmap._trace.graphs import placeholders
+from torchpmap.checkpoint._blocks import Files, read_bytes, read_header, sizes_of, write
 from torchpmap.debug._graph_data import NotData, Tensors, decoded, decoded_graph, encoded
 
 _FORMAT = 1
@@ -138,10 +140,40 @@ def _load_one(path: Path) -> Recorded:
         inputs = [
             {int(rank): tensors[key] for rank, key in each.items()} for each in told["inputs"]
         ]
-        return Recorded(Facts(**told["facts"]), graph, inputs, told["lost"])
+        found = Recorded(Facts(**told["facts"]), graph, inputs, told["lost"])
+        _check(found)
+        return found
     except FileNotFoundError:
         raise
     except Exception as error:  # a broken file may raise anything
         raise ValueError(
             f"replay: {path} is no file of torchpmap.debug.record, or it is damaged: {error}"
         ) from error
+
+
+_TYPES = {"str": str, "int": int, "bool": bool, "list": list, "dict": dict}
+_MAX_THREADS = 1024
+
+
+def _check(found: Recorded) -> None:
+    """Raise if the parts of a file are not those of one call."""
+    facts = found.facts
+    for each in fields(facts):
+        value = getattr(facts, each.name)
+        if type(value) is not _TYPES[str(each.type).partition("[")[0]]:
+            raise NotData(f"{each.name} is {value!r:.100}")
+    groups = [[rank for part in each for rank in part] for each in facts.groups.values()]
+    ranks = [facts.ranks, *groups, *(each["ranks"] for each in facts.outputs)]
+    fits = (
+        facts.ranks
+        and all(len({*each}) == len(each) and {*each} <= {*facts.ranks} for each in ranks)
+        and 1 <= facts.num_threads <= _MAX_THREADS
+        and all(type(each) is str for each in (facts.versions["torch"], *facts.versions.values()))
+        and all(type(each["name"]) is str for each in facts.outputs)
+        and all(sizes_of(each["shape"]) is not None for each in facts.outputs)
+        and len(placeholders(found.graph.graph)) == len(found.inputs) + facts.uses_index
+        and {each.group for each in met(found.graph.graph)} <= facts.groups.keys()
+        and type(found.lost) is dict
+    )
+    if not fits:
+        raise NotData("its parts do not fit together")

@@ -8,22 +8,41 @@ import pdb
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from torchpmap._base.ambient import SETTINGS, applied
+from torchpmap._base.ambient import SETTINGS, applied, callers_modes_off
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import kind_of
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import tree_leaves
+from torchpmap._base.torch_internals import outside_modes, outside_transforms
+from torchpmap._trace.effects import wide
 from torchpmap._trace.graphs import placeholders
 from torchpmap._trace.repetition import file_and_line, place_of
-from torchpmap.debug._bisect import Difference, Variant, compiled_by, differing, in_dtype, plain
+from torchpmap.debug._bisect import (
+    Difference,
+    Variant,
+    compiled_by,
+    differing,
+    in_dtype,
+    plain,
+    precision_of,
+)
 from torchpmap.debug._graph_data import decoded
-from torchpmap.debug._lockstep import Lockstep, Step, Steps, Values, described, operation_of
+from torchpmap.debug._lockstep import (
+    Lockstep,
+    Step,
+    Steps,
+    Values,
+    described,
+    has_own_numbers,
+    operation_of,
+)
 from torchpmap.debug._record_file import Recorded, load
 
 
@@ -42,7 +61,9 @@ class Found:
     """Of the loops around it, the outermost first, counted from 0."""
 
     def __str__(self) -> str:
-        return described(self.operation, self.line, self.rank, self.steps)
+        is_known = self.line or self.operation.startswith("input ")
+        operation = self.operation + " (traced before record was on: no lines)" * (not is_known)
+        return described(operation, self.line, self.rank, self.steps)
 
 
 @dataclass
@@ -84,21 +105,29 @@ class Replay:
             backend: run again with all operations between two collectives compiled by this backend
                 of ``torch.compile``, ``"inductor"``.
             tolerance: the largest difference of two numbers, as a part of the largest number in
-                the tensor, or of 0.001 if that is less; default: 0 against a file, else 0.001.
+                the tensor, or of 0.001 if that is less; default: 0 against a file, else 0.001, or
+                four times the precision of ``dtype`` if that is more.
 
         Raises:
             ValueError: not exactly one of the three is given, or the graphs are different ones.
+            NotImplementedError: a compiled operation would write to memory that others share.
         """
         given = [each is not None for each in (against, dtype, backend)]
         if sum(given) != 1:
             raise ValueError("bisect takes one of against, dtype and backend.")
-        other = self._recorded if against is None else load(against)
-        if _shape(other.graph) != _shape(self._recorded.graph):
+        other = self._recorded if against is None else _loaded(against)
+        if _shape(other) != _shape(self._recorded):
             raise ValueError(
                 f"bisect: {self.call} and {other.facts.call} run different graphs: compare two "
-                "calls of one function, with arguments of the same shapes and dtypes."
+                "calls of one function on the same devices, with arguments of the same shapes and "
+                "dtypes."
             )
-        allowed = (0.0 if against is not None else 1e-3) if tolerance is None else tolerance
+        rounding = 0.0 if dtype is None else 4 * precision_of(dtype)
+        allowed = tolerance
+        if allowed is None:
+            allowed = 0.0 if against is not None else max(1e-3, rounding)
+        if not allowed >= 0:
+            raise ValueError(f"bisect: tolerance must be 0 or more, but got {tolerance!r}.")
         variant = plain if backend is None else compiled_by(backend)
         variant = variant if dtype is None else in_dtype(dtype)
         with _as_recorded(self._recorded):
@@ -141,7 +170,8 @@ def replay(file: str | os.PathLike[str], *, at: str | None = None) -> Replay:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is no such file, is damaged, or has an operation that is not known here; or
-            it lacks a block that was lost with a device.
+            it lacks a block that was lost with a device, or an operation ``at`` the place.
+        Exception: what an operation raised on a device it raises here, with the user's line.
 
     Example:
         >>> import tempfile, torch, torchpmap as tp
@@ -153,17 +183,24 @@ def replay(file: str | os.PathLike[str], *, at: str | None = None) -> Replay:
         >>> again.results["result"].tolist(), again.first_nan.operation, again.first_nan.rank
         ([4.1931471824646, nan], 'aten.log.default', 1)
     """
-    recorded = load(file)
-    watch = _Watch(at)
-    with _as_recorded(recorded):
-        outputs = watch.follow(_steps(recorded, plain))
+    recorded = _loaded(file)
+    watch, nodes = _Watch(at), _nodes_of(recorded.graph)
+    if at is not None and not any(_is_at(node, at) for node in nodes):
+        raise ValueError(
+            f"replay: no operation is at {at!r}. A line is known if it was traced while record was "
+            f"on; operations are {', '.join(node.name for node in nodes[:20])}."
+        )
     blocks, results = {}, {}
     facts = recorded.facts
-    for told, values in zip(facts.outputs, outputs, strict=False):  # others are for a gradient
-        blocks[told["name"]] = mine = [values[rank] for rank in facts.ranks]
-        results[told["name"]] = whole = torch.empty(told["shape"], dtype=mine[0].dtype)
-        for rank, slices in reversed([*zip(told["ranks"], told["slices"], strict=True)]):
-            whole[tuple(slice(*each) for each in slices)] = values[rank]
+    with _as_recorded(recorded):
+        outputs = watch.follow(_steps(recorded, plain))
+        for told, values in zip(facts.outputs, outputs, strict=False):  # others are for a gradient
+            blocks[told["name"]] = mine = [values[rank] for rank in facts.ranks]
+            if prod(told["shape"]) > sum(x.numel() for x in mine):
+                raise ValueError(f"replay: the blocks of {told['name']} are not {told['shape']}")
+            results[told["name"]] = whole = torch.empty(told["shape"], dtype=mine[0].dtype)
+            for rank, slices in reversed([*zip(told["ranks"], told["slices"], strict=True)]):
+                whole[tuple(slice(*each) for each in slices)] = values[rank]
     return Replay(
         facts.call, results, blocks, watch.first_nan, _notes(recorded), facts.error, recorded
     )
@@ -187,17 +224,29 @@ def _notes(recorded: Recorded) -> list[str]:
 def _as_recorded(recorded: Recorded) -> Iterator[None]:
     """The settings of the call: how a sum is cut for threads changes its rounding."""
     facts, threads = recorded.facts, torch.get_num_threads()
-    settings: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if facts.settings:
-        told = {name: decoded(value) for name, value in facts.settings.items()} | {"autocast": None}
-        wanted = tuple(told.get(each.name, each.read()) for each in SETTINGS)
-        settings = applied(wanted)
-    try:
+    with _alone(), contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(facts.num_threads)
-        with settings, torch.no_grad():
-            yield
-    finally:
-        torch.set_num_threads(threads)
+        if facts.settings:
+            told = {name: decoded(x) for name, x in facts.settings.items()} | {"autocast": None}
+            wanted = tuple(told.get(each.name, each.read()) for each in SETTINGS)
+            try:
+                stack.enter_context(applied(wanted))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(f"replay: {facts.call} has other settings: {error}") from error
+        yield
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """The caller may be traced, or have a default device."""
+    with callers_modes_off(), outside_transforms(), outside_modes(), torch.no_grad():
+        yield
+
+
+def _loaded(file: str | os.PathLike[str]) -> Recorded:
+    with _alone():
+        return load(file)
 
 
 def _steps(recorded: Recorded, variant: Variant) -> Steps:
@@ -236,7 +285,8 @@ class _Watch:
                 results: list[Values] = end.value
                 return results
             operation = operation_of(step.node)
-            self._look(step.values, operation, place_of(step.node), step.steps)
+            if has_own_numbers(step.node):
+                self._look(step.values, operation, place_of(step.node), step.steps)
             if self._at is not None and _is_at(step.node, self._at):
                 _stop(step, operation)
 
@@ -251,13 +301,20 @@ class _Watch:
 
 def _is_at(node: Node, at: str) -> bool:
     file, number = file_and_line(node) or ("", 0)
-    return at == node.name or os.path.join("", f"{file}:{number}").endswith(os.path.join("", at))
+    return at == node.name or f"/{file}:{number}".endswith(f"/{at}")
 
 
-def _shape(graph: GraphModule) -> list[Any]:
-    """What two runs of one graph have in common."""
+def _nodes_of(graph: GraphModule) -> list[Node]:
+    """Also those of the graphs in it."""
     modules = [module for module in graph.modules() if isinstance(module, GraphModule)]
-    return [(node.name, str(node.target)) for module in modules for node in module.graph.nodes]
+    return [node for module in modules for node in module.graph.nodes]
+
+
+def _shape(recorded: Recorded) -> list[Any]:
+    """What two runs of one graph have in common."""
+    kinds = [[(x.shape, x.dtype) for x in blocks.values()] for blocks in recorded.inputs]
+    nodes = [(node.name, str(node.target)) for node in _nodes_of(recorded.graph)]
+    return [recorded.facts.ranks, kinds, nodes]
 
 
 def _has_nan(x: Any) -> bool:
@@ -267,7 +324,7 @@ def _has_nan(x: Any) -> bool:
 def _described(blocks: Sequence[torch.Tensor]) -> str:
     """``"float32[2, 3] from -1 to 2"``"""
     kind = kind_of(blocks[0].shape, blocks[0].dtype)
-    found = [x.double() if is_inexact(x) else x for x in blocks if x.numel() and not x.is_complex()]
+    found = [wide(x) for x in blocks if x.numel() and not x.is_complex()]
     if not found:
         return kind
     low, high = min(float(x.min()) for x in found), max(float(x.max()) for x in found)

@@ -129,13 +129,6 @@ class Crew:
 
     def end(self) -> None:
         """End all workers, by force if they do not go; takes a few seconds at most."""
-        try:
-            self._end()
-        except BaseException:  # Ctrl-C: nothing else would end them
-            self._end()
-            raise
-
-    def _end(self) -> None:
         self._is_wanted = False
         if self._starter.ident is not None and self._starter is not threading.current_thread():
             self._starter.join(_STARTER_S)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import Device
+from torchpmap._base.ending import surely
 from torchpmap._base.errors import pack_exception
 from torchpmap._runtime import wire
 from torchpmap._runtime.local.inbox import Inbox
@@ -143,6 +144,7 @@ class Monitor:
             self._printer = Printer(on_room=lambda: self._do(self._resume))
             undo.callback(self._printer.stop, 0)
             self._thread = threading.Thread(target=self._run, name=MONITOR, daemon=True)
+            undo.callback(setattr, self, "_stopped", True)  # Ctrl-C while it starts
             self._thread.start()
             undo.pop_all()
 
@@ -191,7 +193,8 @@ class Monitor:
             while not self._stopped:
                 self._turn()
         except BaseException as error:
-            self._on_crash(error)
+            if not self._stopped:  # else nothing is left to read
+                self._on_crash(error)
         self._let_go()
         for resource in (self._selector, self._woken, self._waker):
             resource.close()
@@ -344,11 +347,7 @@ class Monitor:
     def give_up(self, seq: int, event: Event) -> None:
         """Report that the caller of a request was interrupted, unless it has ended."""
         if seq in self.pending:
-            try:
-                self._give_up(seq, event)
-            except BaseException:  # Ctrl-C again
-                self._give_up(seq, event)
-                raise
+            surely(lambda: self._give_up(seq, event))
 
     def _give_up(self, seq: int, event: Event) -> None:
         """Commands from now on wait until the request has ended."""

@@ -83,7 +83,11 @@ class Printer:
         self._begun: float | None = None  # when the last step of the current item began
         self._end: Deadline | None = None
         self.thread = threading.Thread(target=self._run, name="torchpmap-printer", daemon=True)
-        self.thread.start()
+        try:
+            self.thread.start()
+        except BaseException:  # Ctrl-C while it starts
+            self._tell(0)
+            raise
 
     @property
     def is_full(self) -> bool:
@@ -132,11 +136,14 @@ class Printer:
 
     def stop(self, patience_s: float) -> None:
         """End the thread when it has written what is left, or when its time is up."""
+        self._tell(patience_s)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(patience_s + 2 * _LOOK_MS / 1000)
+
+    def _tell(self, patience_s: float) -> None:
         with self._changed:
             self._end = Deadline(patience_s)
             self._changed.notify()
-        if threading.current_thread() is not self.thread:
-            self.thread.join(patience_s + 2 * _LOOK_MS / 1000)
 
     def _run(self) -> None:
         while True:

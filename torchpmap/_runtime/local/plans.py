@@ -55,7 +55,7 @@ class Plans:
         """As ``Runtime.define``."""
         body = pickled(definition)
         if prints(definition.graph):
-            self._pool.expect_output()
+            self._pool.monitor.prints = True
         if definition.backend != EAGER:
             self._load_compiler()
         # torch's own operations, run as they are, need no compiler and cannot fail here

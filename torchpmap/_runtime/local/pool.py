@@ -19,14 +19,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from torchpmap._base.busy import waiting
 from torchpmap._base.config import Config
 from torchpmap._base.devices import Device
-from torchpmap._base.ending import sleep_if_ending
+from torchpmap._base.ending import sleep_if_ending, surely
 from torchpmap._base.errors import RuntimeClosed
 from torchpmap._runtime import wire
 from torchpmap._runtime.groups.process_groups import RankPartition
@@ -36,7 +35,8 @@ from torchpmap._runtime.local.lookout import Lookout
 from torchpmap._runtime.local.losses import Era, Losses, exception_of, given_up
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.outbox import Outbox, wait_for_room
-from torchpmap._runtime.local.reentry import REPAIRER, held_here, refuse, refuse_to_wait
+from torchpmap._runtime.local.reentry import held_here, refuse, refuse_to_wait
+from torchpmap._runtime.local.repair import Repair
 from torchpmap._runtime.local.supervise import (
     Abort,
     Action,
@@ -64,7 +64,6 @@ T = TypeVar("T")
 
 _EARLY_S = 2.0
 """How long a caller waits for all ranks if it is already known why its call failed."""
-_EARLY_LOOK_S = 0.25
 _CLOSE_S = 4.0
 """How long ``close`` may take in all, whatever has happened."""
 _LOOK_MS = 1000
@@ -108,7 +107,7 @@ class Pool:
         self._replaced: set[int] = set()  # the ranks for which that action is done
         self._killed: dict[int, str] = {}  # by rank, why the pool has killed its worker
         self._repairs = threading.RLock()  # guards the beginning of a repair
-        self._repair_in_progress: futures.Future[None] | None = None
+        self._repair_in_progress: Repair | None = None
         self._completed: dict[int, int] = {}  # last command by dead rank; written by the repairer
         self.losses = Losses(self._devices)
         self.broken = True
@@ -129,13 +128,13 @@ class Pool:
         self._lookout = Lookout(self._devices, self._crew, self.outbox)
         self.workers = self._crew.workers
         self.landing = self._crew.landing
-        self._monitor = self._crew.monitor
+        self.monitor = self._crew.monitor
         self._progress = self._crew.progress
         self.limits = Limits(
             self._devices,
             self.workers,
             self._has_ended,
-            self._monitor.withhold,
+            self.monitor.withhold,
             self._on_overdue,
             lambda: self._supervisor.epoch,
         )
@@ -193,9 +192,9 @@ class Pool:
         targets: dict[int, memoryview] | None = None,
     ) -> Pending:
         """Register a request before it is sent (send lock held)."""
-        pending = self._monitor.pending[seq] = Pending(seq, self.losses.era, ranks, what, targets)
+        pending = self.monitor.pending[seq] = Pending(seq, self.losses.era, ranks, what, targets)
         if self.broken:  # since the lock was taken: the monitor may have missed this request
-            self._monitor.interrupt(seq)
+            self.monitor.interrupt(seq)
         return pending
 
     def ask(
@@ -224,20 +223,11 @@ class Pool:
                 self.post({rank: frame(kind, self.seq, body) for rank, body in bodies.items()})
             except BaseException:  # Ctrl-C: an answer may never come
                 if sent is None:
-                    self._monitor.pending.pop(pending.seq, None)
+                    self.monitor.pending.pop(pending.seq, None)
                 raise
             return pending
 
         return self.in_order(send)
-
-    @property
-    def prints(self) -> bool:
-        """Whether plans print: then their output comes before their results."""
-        return self._monitor.prints
-
-    def expect_output(self) -> None:
-        """Plans print from now on."""
-        self._monitor.prints = True
 
     def has_reached(self, seq: int, ranks: Sequence[int]) -> bool:
         """Whether all of ``ranks`` are known to be done with everything up to command ``seq``."""
@@ -248,7 +238,7 @@ class Pool:
         a failure came first.
         """
         refuse_to_wait()
-        if self.prints:  # what was printed comes first: the answer comes the same way
+        if self.monitor.prints:  # what was printed comes first: the answer comes the same way
             return self.ask(dict.fromkeys(ranks, b""), wire.SYNC).wait()
         return self._progress.wait(seq, ranks, lambda: self.broken or self.losses.era is not era)
 
@@ -291,11 +281,11 @@ class Pool:
 
     def _explained(self, event: Exited) -> Exited:
         """Add what the supervisor cannot know."""
-        doomed = self._monitor.first_missing(event.rank)
+        doomed = self.monitor.first_missing(event.rank)
         return replace(event, doomed=doomed, why=self._killed.get(event.rank, ""))
 
     def _wake_all(self) -> None:
-        self._monitor.interrupt_all()
+        self.monitor.interrupt_all()
         self._progress.ring()
 
     def _on_tick(self) -> None:
@@ -316,11 +306,11 @@ class Pool:
 
     def _on_overdue(self, failure: Failed, epoch: int) -> None:
         """A call took too long (any thread)."""
-        self._monitor.soon(lambda: self._on_event(Overdue(failure, epoch)))
+        self.monitor.soon(lambda: self._on_event(Overdue(failure, epoch)))
 
     def give_up(self, pending: Pending, ranks: Sequence[int], name: str) -> None:
         """End what ranks do for a request whose caller was interrupted, unless it has ended."""
-        self._monitor.give_up(pending.seq, given_up(pending.seq, ranks[0], name))
+        self.monitor.give_up(pending.seq, given_up(pending.seq, ranks[0], name))
 
     def _stopped_ranks(self) -> list[int]:
         if not self.broken:
@@ -344,40 +334,30 @@ class Pool:
                     return
                 self._crew.begin()
                 self.limits.begin()
-                repair = self._repair_in_progress = futures.Future()
-                thread = threading.Thread(None, self._run, REPAIRER, (repair,), daemon=True)
+                repair = self._repair_in_progress = Repair(self._run, self._hurry)
                 try:
-                    thread.start()
+                    repair.start()
                 except RuntimeError:  # there are too many threads
                     self._repair_in_progress = None
                     raise
         with waiting(_WAITS_FOR[bool(self._verdict.failures or self._verdict.deaths)]):
-            while not self._is_over(repair):
-                error = None if wanted is None else self._known_failure(wanted)
-                if error is not None:
-                    raise error
-        if (failure := repair.exception()) is not None:
+            failure = repair.wait(lambda: self._known_failure(wanted))
+        if failure is not None:
+            if self.ended:  # that is why the repair has failed
+                self._insist()
             raise failure
 
-    def _is_over(self, repair: futures.Future[None]) -> bool:
-        """Whether a repair has ended, after a moment."""
-        try:
-            return bool(futures.wait([repair], _EARLY_LOOK_S).done)
-        except BaseException:  # Ctrl-C
-            self._monitor.soon(lambda: self._on_event(Impatient()))
-            raise
+    def _hurry(self) -> None:
+        self.monitor.soon(lambda: self._on_event(Impatient()))
 
-    def _known_failure(self, seq: int) -> BaseException | None:
+    def _known_failure(self, seq: int | None) -> BaseException | None:
         """What has poisoned a command, if the ranks have had time to report."""
-        if time.monotonic() - self._drain_begin < _EARLY_S:
+        if seq is None or time.monotonic() - self._drain_begin < _EARLY_S:
             return None
         verdict = self._verdict
-        if not any(not each.communication and each.seq <= seq for each in verdict.failures):
-            return None
-        return exception_of(verdict, self._devices)
+        return exception_of(verdict, self._devices) if verdict.explains(seq) else None
 
-    def _run(self, repair: futures.Future[None]) -> None:
-        failure = None
+    def _run(self) -> None:
         try:
             while self.broken:
                 self._insist()
@@ -386,10 +366,8 @@ class Pool:
                     self._insist()
                     self._perform(action)
                     self._unfinished = None
-        except BaseException as error:
-            failure = error
-        self._repair_in_progress = None
-        repair.set_exception(failure) if failure is not None else repair.set_result(None)
+        finally:
+            self._repair_in_progress = None
 
     def _insist(self) -> None:
         """Raise if the pool was closed."""
@@ -451,6 +429,8 @@ class Pool:
 
     def reopen(self) -> None:
         """After ``stop``: let values be fetched from the workers that are left."""
+        if self.ended:
+            self._insist()
         self._is_wreck, self.closed_because = True, None
         with self._state_lock:
             verdict = self._supervisor.go_on()
@@ -475,13 +455,16 @@ class Pool:
                 self._closed.wait(_CLOSE_S)
             return
         self._closer, self.ended = threading.get_ident(), True
-        self.stop(self.closed_because or because)
+        surely(lambda: self._end(self.closed_because or because))
+        self._progress.close()
+
+    def _end(self, because: str) -> None:
+        self.stop(because)
         self._actions.put(Regroup(0))  # wakes the thread that repairs
         self.limits.close()
         self._crew.end()
         self.outbox.drop()
         self._closed.set()
-        self._progress.close()
 
     def stop(self, because: str) -> None:
         """Refuse all commands; the workers go on until ``close``, or can be asked by ``reopen``."""

@@ -108,54 +108,51 @@ def serve(channel_fd: int, lifeline: int, python_path: str | None, compiles: boo
     arm_lifeline(lifeline)
     if python_path is not None:
         os.environ["PYTHONPATH"] = python_path
-    woken, waker = socket.socketpair()
-    waker.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
     channel = socket.socket(fileno=channel_fd)
     poll = select.poll()
     poll.register(channel, select.POLLIN)
-    poll.register(woken, select.POLLIN)
     exit_pipes: dict[int, int] = {}  # by pid
+    # an exit code is reported at once, also in the middle of an import
+    signal.signal(signal.SIGCHLD, lambda *_: _reap(exit_pipes))
     has_package = False
     while True:
         # the first workers are wanted at once; those that come later have the package in memory
         idles = exit_pipes and not has_package
-        events = poll.poll(_IDLE_MS if idles else None)
-        if not events:
+        if not poll.poll(_IDLE_MS if idles else None):
             load_package()
             has_package = True
-        for fd, _ in events:
-            if fd == woken.fileno():
-                woken.recv(4096)
-                _reap(exit_pipes)
-                continue
-            request, fds, _, _ = socket.recv_fds(channel, REQUEST.size, len(FDS) + 2)
-            if not request:
-                os._exit(0)
-            (number,) = REQUEST.unpack(request)
-            if number == LOAD:
-                load_compiler(compiles=compiles)
-                continue
-            own = [channel.fileno(), woken.fileno(), waker.fileno(), lifeline]
-            pid, pidfd = _fork(fds, [*own, *exit_pipes.values()])
-            if pid > 0:
-                exit_pipes[pid] = fds.pop(1)
-            for each in fds:
-                os.close(each)
-            with contextlib.suppress(OSError):  # the controller is gone
-                socket.send_fds(channel, [ANSWER.pack(number, pid)], pidfd)
-            for each in pidfd:
-                os.close(each)
+            continue
+        request, fds, _, _ = socket.recv_fds(channel, REQUEST.size, len(FDS) + 2)
+        if not request:
+            os._exit(0)
+        (number,) = REQUEST.unpack(request)
+        if number == LOAD:
+            load_compiler(compiles=compiles)
+            continue
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # ``exit_pipes`` stays as it is
+        pid, pidfd = _fork(fds, [channel.fileno(), lifeline, *exit_pipes.values()])
+        if pid > 0:
+            exit_pipes[pid] = fds.pop(1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        for each in fds:
+            os.close(each)
+        with contextlib.suppress(OSError):  # the controller is gone
+            socket.send_fds(channel, [ANSWER.pack(number, pid)], pidfd)
+        for each in pidfd:
+            os.close(each)
 
 
 def _reap(exit_pipes: dict[int, int]) -> None:
-    for pid, pipe in tuple(exit_pipes.items()):
-        found, status = os.waitpid(pid, os.WNOHANG)
+    """Report the exit codes of workers that have ended (a signal handler: may interrupt itself)."""
+    for pid in tuple(exit_pipes):
+        found = status = 0
+        with contextlib.suppress(ChildProcessError):  # the call within this one has reported it
+            found, status = os.waitpid(pid, os.WNOHANG)
         if found:
+            pipe = exit_pipes.pop(pid)
             with contextlib.suppress(OSError):  # the controller has closed its end
                 os.write(pipe, EXIT_CODE.pack(os.waitstatus_to_exitcode(status)))
-            os.close(exit_pipes.pop(pid))
+            os.close(pipe)
 
 
 def _fork(fds: Sequence[int], not_theirs: Sequence[int]) -> tuple[int, list[int]]:
@@ -173,8 +170,8 @@ def _fork(fds: Sequence[int], not_theirs: Sequence[int]) -> tuple[int, list[int]
 
 def _become_worker(fds: Sequence[int], not_theirs: Sequence[int]) -> NoReturn:
     try:
-        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         data, exit_pipe, *inherited = fds
         for fd in (*not_theirs, exit_pipe):
             os.close(fd)

@@ -321,7 +321,7 @@ class LocalRuntime:
         return is_done
 
     def block(self, handle: Any) -> None:
-        if self._pool.prints or not self._is_computed(handle):
+        if self._pool.monitor.prints or not self._is_computed(handle):
             ranks = handle.team.ranks
             self._insist(handle, ranks, lambda: self._pool.wait_for(handle.era, handle.seq, ranks))
 
@@ -349,9 +349,9 @@ class LocalRuntime:
     @contextmanager
     def readable(self) -> Iterator[None]:
         because = self._pool.closed_because
-        if because is not None:
-            self._pool.reopen()
         try:
+            if because is not None:
+                self._pool.reopen()
             yield
         finally:
             if because is not None:

@@ -208,6 +208,10 @@ class Verdict:
         """
         return min((f.seq for f in self.failures), default=None)
 
+    def explains(self, seq: int) -> bool:
+        """Whether an exception of the user's code has poisoned command ``seq``."""
+        return any(not each.communication and each.seq <= seq for each in self.failures)
+
     @property
     def cause(self) -> Failed | Exited:
         users = [f for f in self.failures if not f.communication]
@@ -297,8 +301,7 @@ class Supervisor:
         return self._drain()
 
     def _overdue(self, failure: Failed) -> list[Action]:
-        earlier = any(not each.communication and each.seq <= failure.seq for each in self._failures)
-        is_explained = bool(self._deaths) or earlier
+        is_explained = bool(self._deaths) or self.verdict().explains(failure.seq)
         actions = [] if is_explained else self._failed(failure)
         self._overdue_at = min(self._overdue_at, self._drained_for)
         late = self.unsettled()

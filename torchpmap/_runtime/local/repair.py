@@ -1,0 +1,51 @@
+"""A repair of the pool: a thread of its own does it, and any number of callers wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent import futures
+
+from torchpmap._runtime.local.reentry import REPAIRER
+
+_LOOK_S = 0.25
+
+
+class Repair:
+    """Ended when ``work`` has returned or raised."""
+
+    def __init__(self, work: Callable[[], None], on_interrupt: Callable[[], None]) -> None:
+        """``on_interrupt``: called when a caller that waits is interrupted."""
+        self._work = work
+        self._on_interrupt = on_interrupt
+        self._ended: futures.Future[None] = futures.Future()
+
+    def start(self) -> None:
+        """Begin; ``RuntimeError`` if there are too many threads."""
+        threading.Thread(None, self._run, REPAIRER, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+    def wait(self, failure: Callable[[], BaseException | None]) -> BaseException | None:
+        """Wait for the end, and return what the work raised.  Raises what ``failure`` returns, if
+        that comes first.
+        """
+        while not self._is_over():
+            error = failure()
+            if error is not None:
+                raise error
+        return self._ended.exception()
+
+    def _is_over(self) -> bool:
+        """Whether it has ended, after a moment."""
+        try:
+            return bool(futures.wait([self._ended], _LOOK_S).done)
+        except BaseException:  # Ctrl-C
+            self._on_interrupt()
+            raise
