@@ -11,7 +11,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 
-SECTION = re.compile(r"^((?:Args|Returns|Raises|Source|Settings)[\w, ]*):(?: (.*))?$")
+SECTION = re.compile(r"^((?:Args|Attributes|Returns|Raises|Source|Settings)[\w, ]*):(?: (.*))?$")
 EXAMPLE = "Example:"
 BACKWARD = "Backward: "
 ENTRY = re.compile(r"^([*\w.][*\w., ]*): (.*)$")

@@ -38,13 +38,12 @@ def resize(devices: int | Sequence[Device]) -> None:
     """Change the number of devices; every ShardedTensor keeps its value, on the new devices.
 
     The tensors stay the same objects, so modules and optimizers that hold them go on.  Mapped and
-    jitted functions are traced anew at their next call.  Where a value lies afterwards:
+    jitted functions are traced anew at their next call.
 
-    * on all devices, replicated: on all devices, replicated;
-    * cut over all devices: cut in the same way (of a mesh with several axes the first gets another
-      size).  If that does not divide, the first dim that does is cut; if there is none, the value
-      is replicated;
-    * on some of the devices: on those of them that remain, or on the first device.
+    A value that all devices hold is held by all afterwards.  One that is cut over all devices is
+    cut in the same way (of a mesh with several axes the first gets another size).  If that does
+    not divide, the first dim that does is cut; if there is none, the value is replicated.  A value
+    on some of the devices lies on those of them that remain, or on the first device.
 
     A value that only a worker that has died had raises ``ShardLost`` when it is used, as before.
     What has a copy on another device keeps its value, also where no worker could be started again.
