@@ -75,6 +75,7 @@ def test_dead_code_and_detaches_are_dropped():
         (lambda x, w: (x.squeeze(0) + w.double()).unsqueeze(0), None),  # promotes by dims
         (lambda x, w: (x.squeeze(0) * x.squeeze(0)).view(-1, 1) + x, None),  # also otherwise used
         (lambda x, w: (w + x.squeeze(0)).squeeze(0).unsqueeze(0), None),
+        (lambda x, w: torch.frexp(x.squeeze(0))[0].unsqueeze(0), None),  # it gives two
         (lambda x, w: x.squeeze(0).clone().add_(w).unsqueeze(0), None),  # it writes
     ],
 )

@@ -148,10 +148,12 @@ def _keeps_rows(node: torch.fx.Node) -> bool:
         isinstance(x, torch.fx.Node) for x in node.kwargs.values()
     ):
         return False
+    result, *given = (x.meta["val"] for x in (node, *node.all_input_nodes))
+    if not all(isinstance(value, torch.Tensor) for value in (result, *given)):  # frexp gives two
+        return False
     dims = {x.meta["val"].ndim for x in node.all_input_nodes if _row_of(x)}
     # a tensor without dims has less say in what dtype the result has
-    dtypes = {x.meta["val"].dtype for x in node.all_input_nodes}
-    return node.meta["val"].ndim in dims and len(dtypes) == 1
+    return result.ndim in dims and len({value.dtype for value in given}) == 1
 
 
 def drop_collectives_of_one(module: torch.fx.GraphModule) -> None:
