@@ -1,4 +1,4 @@
-"""Covers: files of debug.record that somebody else has made; debug/_graph_data.py, _record_file.py,
+"""Covers: files of debug.record that come from elsewhere; debug/_graph_data.py, _record_file.py,
 _lockstep.py."""
 
 import json
@@ -15,18 +15,9 @@ from torchpmap.debug._graph_data import NotData, decoded_graph, encoded_graph
 from torchpmap.debug._lockstep import Lockstep
 from torchpmap.debug._record_file import Inputs, load, save
 
+pytestmark = pytest.mark.usefixtures("pool")
+
 EAGER = {"backend": "eager"}
-
-
-@pytest.fixture(autouse=True)
-def four_devices():
-    tp.init(num_devices=4)
-
-
-@pytest.fixture
-def recording(tmp_path):
-    with tp.debug.record(tmp_path / "calls", last=2) as active:
-        yield active
 
 
 def of_nodes(*nodes, **more):

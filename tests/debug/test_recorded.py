@@ -13,20 +13,11 @@ from torch.nn.functional import conv1d, dropout
 import torchpmap as tp
 from torchpmap._base.errors import kind_of
 
+pytestmark = pytest.mark.usefixtures("pool")
+
 EAGER = {"backend": "eager"}
 NAN = float("nan")
 F8 = torch.ones(4, 2).to(torch.float8_e5m2)
-
-
-@pytest.fixture(autouse=True)
-def four_devices():
-    tp.init(num_devices=4)
-
-
-@pytest.fixture
-def recording(tmp_path):
-    with tp.debug.record(tmp_path / "calls", last=2) as active:
-        yield active
 
 
 def again():

@@ -78,7 +78,7 @@ class _Search:
             f"a tensor that the function closes over ({name}) holds {_count(x, self.sought)} "
             "before the call"
             for name, x in named_tensors(self.fun)
-            if not spans_processes(x) and _holds(x, self.sought)
+            if not spans_processes(x) and holds(x, self.sought)
         ]
         found = self.given or found or [_UNKNOWN.format(what=" or ".join(self.sought))]
         return FloatingPointError("\n".join([*found, *filter(None, [self.inherited])]))
@@ -129,10 +129,10 @@ class _Look(TorchDispatchMode):
         inputs = [x.clone() if id(x) in targets else x for x in inputs]
         sought = self._search.sought
         is_collective = func.namespace in NAMESPACES
-        if is_collective and any(_holds(x, sought) for x in inputs):
+        if is_collective and any(holds(x, sought) for x in inputs):
             self._inherit(func)  # before another row gets it
-        is_kept = any(x not in self._made and not _holds(x, sought) for x in written)
-        if is_kept and any(_holds(x, sought) for x in inputs):
+        is_kept = any(x not in self._made and not holds(x, sought) for x in written)
+        if is_kept and any(holds(x, sought) for x in inputs):
             self._inherit(func)  # it would be in a weight or a statistic, for good
             raise self._search.from_outside()
         result = with_memory(func)(*args, **kwargs)
@@ -142,12 +142,12 @@ class _Look(TorchDispatchMode):
             self._made.update(dict.fromkeys(_tensors(result), True))
         if is_view or name in UNSET:
             return result
-        bad = [x for x in (*_tensors(result), *written) if _holds(x, sought)]
+        bad = [x for x in (*_tensors(result), *written) if holds(x, sought)]
         if bad:
             is_from_row = is_collective and self._search.inherited is not None
-            if not is_from_row and not any(_holds(x, sought) for x in inputs):
+            if not is_from_row and not any(holds(x, sought) for x in inputs):
                 numbers = (x for x in tree_leaves((args, kwargs)) if type(x) in (float, complex))
-                given = any(_holds(torch.tensor(x), sought) for x in numbers)
+                given = any(holds(torch.tensor(x), sought) for x in numbers)
                 why = "which it was given as a number" if given else "and its inputs hold none"
                 text = f"{func} gave {_count(bad[0], sought)}, {why}"
                 raise FloatingPointError("\n".join([text, *self._where(), *_listed(inputs)]))
@@ -198,7 +198,8 @@ def _is_sought(x: torch.Tensor, sought: Sequence[str]) -> torch.Tensor:
     return x.isnan() if sought[0] == "NaN" else x.isinf()
 
 
-def _holds(x: torch.Tensor, sought: Sequence[str]) -> bool:
+def holds(x: torch.Tensor, sought: Sequence[str]) -> bool:
+    """Whether it holds what is sought: ``"NaN"``, ``"infinity"`` or both."""
     # nothing is sought if another thread has just switched it off
     return bool(sought) and is_inexact(x) and bool(_is_sought(x, sought).any())
 
@@ -207,7 +208,7 @@ def _count(x: torch.Tensor, sought: Sequence[str]) -> str:
     """``"NaN in 1 of 3 numbers of float32[3]"``"""
     count = int(_is_sought(x, sought).sum())
     kind = kind_of(x.shape, x.dtype)
-    names = [name for name in sought if _holds(x, (name,))]
+    names = [name for name in sought if holds(x, (name,))]
     return f"{' and '.join(names)} in {count} of {x.numel()} numbers of {kind}"
 
 
@@ -282,7 +283,7 @@ def _bad_arguments(
 def _bad_leaves(tree: Any, name: str, sought: tuple[str, ...]) -> list[tuple[str, torch.Tensor]]:
     leaves, structure = flatten(tree)
     pairs = zip(structure.paths(name), leaves, strict=True)
-    return [(path, x) for path, x in pairs if isinstance(x, torch.Tensor) and _holds(x, sought)]
+    return [(path, x) for path, x in pairs if isinstance(x, torch.Tensor) and holds(x, sought)]
 
 
 # -- the settings ----------------------------------------------------------------------------------

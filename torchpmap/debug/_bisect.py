@@ -21,10 +21,10 @@ from torchpmap._trace.graphs import copied_whole
 from torchpmap._trace.repetition import place_of
 from torchpmap.debug._lockstep import (
     Lockstep,
+    Place,
     Step,
     Steps,
     Values,
-    described,
     has_own_numbers,
     operation_of,
 )
@@ -39,18 +39,11 @@ norm.  Their differences are compared with this.
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The first operation where two runs differ."""
+class Difference(Place):
+    """The first operation where two runs differ, and where it is."""
 
-    operation: str
-    """As torch names it."""
     node: str
     """Its name in the graph, for ``replay(file, at=...)``."""
-    line: str
-    """The user's line; empty if it is not known."""
-    rank: int
-    steps: tuple[int, ...]
-    """Of the loops around it, the outermost first, counted from 0."""
     values: tuple[Any, Any]
     """What both runs give there."""
     distance: float
@@ -59,7 +52,7 @@ class Difference:
     """The same of what the operation takes: 0 if the operation alone makes the difference."""
 
     def __str__(self) -> str:
-        where = described(f"{self.operation} ({self.node})", self.line, self.rank, self.steps)
+        where = self.described(f"{self.operation} ({self.node})")
         return f"{where}: they differ by {self.distance:g}, and what it takes by {self.inputs:g}"
 
 
@@ -92,8 +85,8 @@ def _first(one: Step, other: Step, tolerance: float) -> Difference | None:
             pairs = zip(one.inputs, other.inputs, strict=True)
             given = [_apart(mine[rank], theirs[rank])[0] for mine, theirs in pairs]
             return Difference(
-                *(operation_of(node), node.name, place_of(node), rank, one.steps, values, apart),
-                max(given, default=0.0),
+                *(operation_of(node), place_of(node), rank, one.steps),
+                *(node.name, values, apart, max(given, default=0.0)),
             )
     return None
 

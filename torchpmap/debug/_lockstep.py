@@ -8,6 +8,7 @@ caller sees every operation, may look at its values, or run two graphs side by s
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -43,10 +44,24 @@ def operation_of(node: Node) -> str:
     return str(node.target) if isinstance(node.target, OpOverload) else node.name
 
 
-def described(operation: str, line: str, rank: int, steps: tuple[int, ...]) -> str:
-    """As messages say which operation, and where."""
-    in_steps = "".join(f", step {number}" for number in steps)
-    return f"{operation}{f' at {line}' * bool(line)}, rank {rank}{in_steps}"
+@dataclass(frozen=True)
+class Place:
+    """An operation, and where it is."""
+
+    operation: str
+    """As torch names it, ``"aten.log.default"``; of an input, its name."""
+    line: str
+    """The user's line; empty if it is not known: only what is traced while ``record`` is on has
+    it.
+    """
+    rank: int
+    steps: tuple[int, ...]
+    """Of the loops around it, the outermost first, counted from 0."""
+
+    def described(self, operation: str) -> str:
+        """As messages say it; ``operation``: what they call it."""
+        steps = "".join(f", step {number}" for number in self.steps)
+        return f"{operation}{f' at {self.line}' * bool(self.line)}, rank {self.rank}{steps}"
 
 
 def has_own_numbers(node: Node) -> bool:
@@ -116,8 +131,8 @@ class Lockstep:
             try:
                 found[rank] = target(*given, **named)
             except Exception as error:
-                where = described(operation_of(node), place_of(node), rank, steps)
-                error.add_note(f"replay: raised by {where}")
+                where = Place(operation_of(node), place_of(node), rank, steps)
+                error.add_note(f"replay: raised by {where.described(where.operation)}")
                 raise
         return found
 

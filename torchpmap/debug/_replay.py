@@ -18,12 +18,12 @@ from torch.fx import GraphModule, Node
 from torchpmap._base.ambient import SETTINGS, applied, callers_modes_off
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import kind_of
-from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import tree_leaves
 from torchpmap._base.torch_internals import outside_modes, outside_transforms
 from torchpmap._trace.effects import wide
 from torchpmap._trace.graphs import placeholders
 from torchpmap._trace.repetition import file_and_line, place_of
+from torchpmap._transforms.nans import holds
 from torchpmap.debug._bisect import (
     Difference,
     Variant,
@@ -36,34 +36,24 @@ from torchpmap.debug._bisect import (
 from torchpmap.debug._graph_data import decoded
 from torchpmap.debug._lockstep import (
     Lockstep,
+    Place,
     Step,
     Steps,
     Values,
-    described,
     has_own_numbers,
     operation_of,
 )
 from torchpmap.debug._record_file import Recorded, load
 
 
-@dataclass(frozen=True)
-class Found:
-    """An operation, and where it is."""
-
-    operation: str
-    """As torch names it, ``"aten.log.default"``; of an input, its number."""
-    line: str
-    """The user's line; empty if it is not known: only what is traced while ``record`` is on has
-    it.
-    """
-    rank: int
-    steps: tuple[int, ...] = ()
-    """Of the loops around it, the outermost first, counted from 0."""
+class Found(Place):
+    """The first operation that made a NaN, and where it is."""
 
     def __str__(self) -> str:
         is_known = self.line or self.operation.startswith("input ")
-        operation = self.operation + " (traced before record was on: no lines)" * (not is_known)
-        return described(operation, self.line, self.rank, self.steps)
+        return self.described(
+            self.operation + " (traced before record was on: no lines)" * (not is_known)
+        )
 
 
 @dataclass
@@ -294,7 +284,7 @@ class _Watch:
         if self.first_nan is not None:
             return
         for rank, value in values.items():
-            if any(_has_nan(x) for x in tree_leaves(value)):
+            if any(isinstance(x, torch.Tensor) and holds(x, ("NaN",)) for x in tree_leaves(value)):
                 self.first_nan = Found(operation, line, rank, steps)
                 return
 
@@ -315,10 +305,6 @@ def _shape(recorded: Recorded) -> list[Any]:
     kinds = [[(x.shape, x.dtype) for x in blocks.values()] for blocks in recorded.inputs]
     nodes = [(node.name, str(node.target)) for node in _nodes_of(recorded.graph)]
     return [recorded.facts.ranks, kinds, nodes]
-
-
-def _has_nan(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and is_inexact(x) and bool(x.isnan().any())
 
 
 def _described(blocks: Sequence[torch.Tensor]) -> str:
