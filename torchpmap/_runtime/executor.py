@@ -25,10 +25,6 @@ class Compiled:
     communicates: bool
 
 
-def _as_it_is(run: Boxed) -> Boxed:
-    return run
-
-
 @dataclass(frozen=True)
 class Executor:
     rank: int
@@ -43,13 +39,14 @@ class Executor:
     _indices: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def define(
-        self, definition: Definition, guarded: Callable[[Boxed], Boxed] = _as_it_is
+        self, definition: Definition, guarded: Callable[[Boxed], Boxed] | None = None
     ) -> tuple[Compiled, CompileReport]:
         """Compile a plan; the first run checks what tracing promised.  ``guarded`` wraps each run
         in what this process needs.
         """
         runner, report = compile_and_report(definition, self.index(definition.ranks))
-        runner = guarded(runner)
+        if guarded is not None:
+            runner = guarded(runner)
 
         def run_first(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             results, plan.run = run_first_time(definition, runner, blocks, self.where)

@@ -117,6 +117,7 @@ def keep_rows(module: torch.fx.GraphModule) -> None:
     A view takes as long as a small operation does.
     """
     graph: Any = module.graph
+    is_changed = False
     for node in graph.nodes if not writes(graph) else ():
         if _keeps_rows(node):
             with graph.inserting_after(node), node.meta["val"].fake_mode:
@@ -125,9 +126,12 @@ def keep_rows(module: torch.fx.GraphModule) -> None:
                 node.meta = node.meta | {"val": node.meta["val"].unsqueeze(0)}
             node.replace_all_uses_with(row, delete_user_cb=lambda user: user is not row)  # noqa: B023
             node.args = tuple(_row_of(x) or x for x in node.args)
+            is_changed = True
         elif node.target is _UNSQUEEZE and node.args[1] == 0 and (whole := _row_of(node.args[0])):
             node.replace_all_uses_with(whole)
-    graph.eliminate_dead_code(is_impure_node=is_kept)
+            is_changed = True
+    if is_changed:
+        graph.eliminate_dead_code(is_impure_node=is_kept)
 
 
 def _row_of(value: Any) -> torch.fx.Node | None:

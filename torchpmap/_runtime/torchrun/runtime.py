@@ -255,9 +255,9 @@ class TorchrunRuntime:
             with self._failures.failing():
                 number = self._calls.agree_on_plan(definition, groups, self.device)
                 # Inductor's code turns gradients off itself
-                guarded = {} if definition.backend.is_inductor else {"guarded": _without_gradients}
+                guarded = None if definition.backend.is_inductor else _without_gradients
                 with self._in_turn(definition), plain(), torch.no_grad():
-                    compiled, report = self._executor.define(definition, **guarded)
+                    compiled, report = self._executor.define(definition, guarded)
                 self._plans[definition.plan_id] = self._calls.defined(
                     definition, compiled, number, groups
                 )
