@@ -28,6 +28,7 @@ NEAR_TORCH = {
     "_trace/boxed": "code of fx and of Inductor that takes a list of arguments",
     "_trace/compile": "Inductor and Dynamo's back ends, imported when a graph is compiled",
     "_trace/custom_ops": "questions to the dispatcher that nothing else asks",
+    "_trace/inductor_gaps": "Inductor's passes, where its code would be wrong",
     "_trace/promises": "the keys of the dispatcher around an operation of the user",
     "_trace/replay": "what Inductor's code of a graph calls",
     "_trace/toolchain": "Inductor's choice of a compiler and of a folder",

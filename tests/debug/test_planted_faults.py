@@ -340,7 +340,9 @@ def hanging_rank():
             pass
         return tp.psum(x, "i")
 
-    tp.pmap(step, "i", compile=False, timeout=1)(X).block_until_ready()
+    f = tp.pmap(step, "i", compile=False, timeout=1)
+    f(X + 4).block_until_ready()  # the workers have the function: a second is enough to reach psum
+    f(X).block_until_ready()
 
 
 @fault(

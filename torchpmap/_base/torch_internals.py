@@ -12,6 +12,7 @@ except in these, which were checked with the same versions:
     _trace/boxed           graphs and artifacts of Inductor whose arguments are a list
     _trace/compile         Inductor, the list of Dynamo's back ends, keys of the dispatcher
     _trace/custom_ops      what the dispatcher and torch.library know about the user's operations
+    _trace/inductor_gaps   passes of Inductor, where its code would be wrong
     _trace/promises        keys of the dispatcher
     _trace/replay          what Inductor's code of a graph calls
     _trace/toolchain       Inductor's choice of a compiler and of a folder

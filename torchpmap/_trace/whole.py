@@ -96,10 +96,8 @@ def trace_whole(
 ) -> WholeTrace:
     """Trace ``fun``; nothing runs.
 
-    Args:
-        arguments: real ones, for their kinds and gradients.
-        seed: stands for the key of the random numbers of a call.
-        known: optimizers that the function reaches.
+    ``arguments``: real ones, for their kinds and gradients.  ``seed``: stands for the key of the
+    random numbers of a call.  ``known``: optimizers that the function reaches.
     """
     record = Record()
     capture = WholeCapture(FakeTensorMode(allow_non_fake_inputs=True), device, record, hook)
@@ -118,10 +116,9 @@ def trace_whole(
                 stack.enter_context(mode)
             for real, x in zip(arguments, given, strict=True):
                 capture.adopt(real, x, is_given=True)
-            with given_are_leaves(capture):
-                with TransformRules():
-                    returned, results = fun(given)
-                settle(results)
+            with given_are_leaves(capture), TransformRules():
+                returned, results = fun(given)
+            settle(results)
             results = [capture.substitute(x) for x in results]
             capture.check()
             optimizers.check()

@@ -1,4 +1,4 @@
-"""Covers: _trace/indexed_writes.py: what Inductor must not write in place.
+"""Covers: _trace/inductor_gaps.py: what Inductor must not write, or read, too early.
 
 What is right is what the same operations give in plain torch, one by one.
 """
@@ -79,4 +79,27 @@ def test_a_write_leaves_what_is_read_alone(size):
     results = tp.pmap(all_of, axis_name="i", fullgraph=True)(rows)
     for k, row in enumerate(rows):
         for mine, right in zip(results, all_of(row), strict=True):
+            torch.testing.assert_close(mine[k].cpu(), right, rtol=1e-12, atol=1e-12)
+
+
+INDEX = torch.randint(0, 6, (6, 6), generator=torch.Generator().manual_seed(1))
+
+
+def gathered(x):
+    y = x.gather(0, INDEX)
+    return (x.sin() + 2 * (x * 2).sin() + 3 * y.sin()).sum()
+
+
+def moved(x):
+    y, other = x.clone(), x * 2
+    y[:, :-1] = y[:, 1:].clone() * 1.5
+    return (y.sin() + 2 * other.sin()).sum()
+
+
+def test_a_loop_reads_what_a_scatter_has_written():
+    both = lambda x: (grad(gathered)(x), grad(moved)(x))  # noqa: E731
+    rows = torch.randn(4, 6, 6, dtype=torch.float64)
+    results = tp.pmap(both, axis_name="i", fullgraph=True)(rows)
+    for k, row in enumerate(rows):
+        for mine, right in zip(results, both(row), strict=True):
             torch.testing.assert_close(mine[k].cpu(), right, rtol=1e-12, atol=1e-12)

@@ -1,26 +1,33 @@
-"""Indexed writes that Inductor would do in place, on memory that something else still is.
+"""Where code that Inductor (torch 2.13) makes writes or reads too early: wrong numbers, no error.
 
-Inductor turns ``y.index_put(i, v)`` and ``y.slice_scatter(v)`` into writes to ``y`` when nothing
-reads ``y`` later.  Torch 2.13 does so too
+*Writes.*  Inductor turns ``y.index_put(i, v)`` and ``y.slice_scatter(v)`` into writes to ``y`` when
+nothing reads ``y`` later.  It does so too
 
 * when ``y`` is expanded, so that several elements lie at one place, as in gradients of indexing
   under ``vmap`` (https://github.com/pytorch/pytorch/issues/183986);
 * when ``v`` or ``i`` is a view of ``y``, as after ``y[1:] = y[:-1].clone()``
   (https://github.com/pytorch/pytorch/pull/185450).
 
-The results are wrong numbers.  Here such a ``y`` is copied first.
+Such a ``y`` is copied first.
 
-Delete this when the oldest torch that is supported has both right.
+*Reads.*  On a CPU, loops are given other ranges so that they can be one loop.  A loop that reads
+what a scatter has written forgets by that (``recompute_size_and_body``) that it does, and may run
+before the scatter, as in gradients of ``gather``.
+
+Delete each rule when the oldest torch that is supported has it right.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+
+from torchpmap._base.replaced import Replaced, Replacement
 
 _aten = torch.ops.aten
 _WRITES = {
@@ -46,6 +53,24 @@ def copying_pass() -> Any:
             return get_hash_for_files((__file__,))
 
     return CopyBases()
+
+
+def _renaming(own: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(own)
+    def recompute_size_and_body(node: Any, *args: Any, **kwargs: Any) -> None:
+        own(node, *args, **kwargs)
+        # by its mutations, a value has another name after each
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    return recompute_size_and_body
+
+
+@functools.cache
+def reads_in_order() -> Replaced:
+    """A block in which loops that get other ranges still wait for what they read."""
+    from torch._inductor.scheduler import SchedulerNode
+
+    return Replaced([Replacement(SchedulerNode, "recompute_size_and_body", _renaming)])
 
 
 def copy_bases(graph: Graph) -> None:
