@@ -185,14 +185,6 @@ def test_copies_are_written_once_and_by_turns(tmp_path):
     assert collections.Counter(files) == {f"rank_{k}.safetensors": 2 for k in range(4)}
 
 
-def test_large_values_are_copied_in_portions(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchpmap.checkpoint._save._SNAPSHOT_BYTES", 40)
-    tree = {f"w{k}": rows(WHOLE[:4] + k) for k in range(7)}
-    save(tmp_path / "c", tree)
-    found = load(tmp_path / "c")
-    assert all(torch.equal(found[f"w{k}"], WHOLE[:4] + k) for k in range(7))
-
-
 # -- parts of blocks -------------------------------------------------------------------------------
 
 PIECES = torch.arange(60_000).reshape(3, 4, 5000)
