@@ -68,7 +68,7 @@ class Peers:
             return
         store, mine_at = self._rendezvous.store, self._keys[self.rank]
         store.set(mine_at, packed(mine))
-        failure = "rank 0 was interrupted"
+        failure: str | None = "rank 0 was interrupted"
         try:
             if self.rank == 0:
                 work(self._wait(self._keys))
