@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from _support import EAGER
-from _values import HOST_LEAVES, WHOLE, mesh, put, rows, same, table_of
+from _values import HOST_LEAVES, WHOLE, leaf, mesh, put, rows, same, table_of
 
 import torchpmap as tp
 from torchpmap._runtime.task import Rank
@@ -166,7 +166,7 @@ def test_inline(tmp_path):
 
 def writers(path: Path, key: str) -> list[str]:
     """The files of the blocks of a value, in the order of its rows."""
-    return [file for file, _ in table_of(path)["leaves"][key]["blocks"]]
+    return [file for file, _ in leaf(table_of(path), key)["blocks"]]
 
 
 def test_every_device_writes_its_own_blocks(tmp_path):

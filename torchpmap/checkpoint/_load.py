@@ -24,7 +24,7 @@ from torchpmap.checkpoint._folder import Folder
 from torchpmap.checkpoint._peers import Peers
 from torchpmap.checkpoint._save import origins
 from torchpmap.checkpoint._table import Row, Table, describe
-from torchpmap.checkpoint._tree import ARRAYS, Leaf, ShapeDtypeStruct, leaf_kind, leaves_of, rebuild
+from torchpmap.checkpoint._tree import ARRAYS, Leaf, ShapeDtypeStruct, leaf_kind, leaves_of, rebuilt
 from torchpmap.checkpoint._workers import NAME, Restore
 
 
@@ -32,7 +32,7 @@ def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
     """See ``torchpmap.checkpoint.load``."""
     others = Peers(f"torchpmap.checkpoint.load({str(path)!r})")
     folder = Folder(path).find()
-    leaves, structure, _ = leaves_of(like, "like")
+    leaves, structure = leaves_of(like, "like")
 
     def read() -> tuple[Table, list[Wanted]]:
         table = Table.of(folder)
@@ -45,7 +45,7 @@ def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
         if like is not None:
             return structure.unflatten(_restore(wants, folder))
         with Files(folder) as files:
-            return rebuild(table.skeleton, lambda key: _on_host(rows[key], files, rows[key].kind))
+            return rebuilt(table.root, lambda key: _on_host(rows[key], files, rows[key].kind))
 
     table, wants = others.together(read)
     rows = table.rows

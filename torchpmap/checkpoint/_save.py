@@ -21,6 +21,7 @@ import torch
 
 from torchpmap._base.errors import CheckpointError, dtype_name
 from torchpmap._base.fingerprint import digest, shown
+from torchpmap._base.pytree import Node
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import is_launched, process_count, process_index
@@ -33,8 +34,8 @@ from torchpmap._sharded.transfer import fetch_blocks, host_tensor
 from torchpmap.checkpoint._blocks import RESERVED, Plan, Sizes, Written
 from torchpmap.checkpoint._folder import Folder
 from torchpmap.checkpoint._peers import Peers
-from torchpmap.checkpoint._table import describe, table_text, value_row
-from torchpmap.checkpoint._tree import VALUES, Leaf, leaf_kind, leaves_of
+from torchpmap.checkpoint._table import describe, table_text
+from torchpmap.checkpoint._tree import VALUES, Leaf, Stored, leaf_kind, leaves_of, rebuilt
 from torchpmap.checkpoint._workers import HOST, NAME, Answers, Pipes, Snapshot, attempt, file_of
 
 Plans = dict[int, dict[str, Sizes]]
@@ -82,8 +83,7 @@ class _Saved:
         """Its row of the table, with the writers in place of the blocks; it does not keep the
         values in memory.
         """
-        if self.array is None:
-            return value_row(self.host)
+        assert self.array is not None
         key, shape = self.leaf.key, tuple(self.array.shape)
         writers = sorted((plan[key], writer) for writer, plan in plans.items() if key in plan)
         sizes = zip(shape, self.block_shape, strict=True)
@@ -152,10 +152,12 @@ def _plans(leaves: Iterable[_Saved]) -> Plans:
 def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], None]:
     """Copy the values to write; the returned function writes them, and has no others."""
     others, folder = Peers(f"torchpmap.checkpoint.save({str(path)!r})"), Folder(path)
-    leaves, skeleton = _agreed(others, folder, tree)
+    leaves, root = _agreed(others, folder, tree)
     plans = _plans(leaves)
-    rows = {saved.leaf.key: saved.row(plans) for saved in leaves}
-    commit = functools.partial(_commit, folder, rows, skeleton)
+    rows = {saved.leaf.key: saved.row(plans) for saved in leaves if saved.array is not None}
+    values = {saved.leaf.key: saved.host for saved in leaves if saved.array is None}
+    plain = rebuilt(root, lambda key: Stored(rows[key]) if key in rows else values[key])
+    commit = functools.partial(_commit, folder, rows, plain)
     mine = others.rank if is_launched() else HOST
     try:
         write = _copied(folder, leaves, plans, mine)
@@ -166,26 +168,26 @@ def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], None]:
     return lambda: others.decide(write(), commit)
 
 
-def _agreed(others: Peers, folder: Folder, tree: Any) -> tuple[list[_Saved], Any]:
-    """Leaves and skeleton; raises in every process unless all processes save the same tree."""
+def _agreed(others: Peers, folder: Folder, tree: Any) -> tuple[list[_Saved], Node | None]:
+    """Leaves and root; raises in every process unless all processes save the same tree."""
 
-    def described() -> tuple[list[_Saved], Any]:
-        found, _, skeleton = leaves_of(tree, "tree")
+    def described() -> tuple[list[_Saved], Node | None]:
+        found, structure = leaves_of(tree, "tree")
         leaves = [_saved(leaf) for leaf in found]
         block_until_ready(tree)
         if others.rank == 0:
             folder.prepare()
-        return leaves, skeleton
+        return leaves, structure.root
 
     try:
-        leaves, skeleton = others.together(described)
+        leaves, root = others.together(described)
         if others.size > 1:
             _compare(others.exchange({x.leaf.path: x.describe() for x in leaves}), others.what)
     except Exception:
         if others.rank == 0:
             folder.discard()
         raise
-    return leaves, skeleton
+    return leaves, root
 
 
 def _compare(given: Sequence[dict[str, str]], what: str) -> None:
@@ -202,7 +204,7 @@ def _compare(given: Sequence[dict[str, str]], what: str) -> None:
 
 
 def _commit(
-    folder: Folder, rows: dict[str, dict[str, Any]], skeleton: Any, given: Sequence[Answers]
+    folder: Folder, rows: dict[str, dict[str, Any]], tree: Any, given: Sequence[Answers]
 ) -> None:
     """Write the table, and give the folder its name.
 
@@ -216,13 +218,12 @@ def _commit(
                 raise CheckpointError(failure)
             files[writer] = file
         for key, row in rows.items():
-            if "blocks" in row:
-                row["blocks"] = [(file_of(k), files[k]["blocks"][key]) for k in row["blocks"]]
+            row["blocks"] = [(file_of(k), files[k]["blocks"][key]) for k in row["blocks"]]
         about = {
             file_of(writer): {"bytes": file["bytes"], "header": file["header"]}
             for writer, file in files.items()
         }
-        folder.commit(table_text(rows, skeleton, about), about)
+        folder.commit(table_text(tree, about), about)
     except Exception as error:
         folder.discard()
         kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
