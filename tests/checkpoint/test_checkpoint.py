@@ -314,6 +314,6 @@ class OnMeta:
 def test_a_rank_reads_to_its_device(tmp_path: Path) -> None:
     save(tmp_path / "one", {"x": torch.arange(4.0)})
     row = Table.of(tmp_path / "one").rows["x"]
-    work = Restore(tmp_path / "one", (row,), ((((1,), (2,)),),))
+    work = Restore(tmp_path / "one", (row,), {0: (((1,), (2,)),)})
     _, (block,) = work.run(Rank((0,), "all", OnMeta(), None), None, [])
     assert (block.device.type, block.shape) == ("meta", (2,))

@@ -138,31 +138,21 @@ def _restore(wants: Sequence[Wanted], folder: Path) -> list[Any]:
             else:
                 by_team.setdefault(layout.ranks, []).append((leaf, row, layout))
         for ranks, group in by_team.items():
-            parts = [
-                (row, origins(over_processes(layout)), layout.block_shape)
-                for _, row, layout in group
-            ]
-            handles = _on_devices(ranks, parts, files)
+            handles = _on_devices(ranks, [(row, layout) for _, row, layout in group], folder)
             for (leaf, _, layout), handle in zip(group, handles, strict=True):
                 values[leaf.key] = _as_given(make_sharded(layout, handle), leaf.value)
     return [values[leaf.key] for leaf, *_ in wants]
 
 
-def _on_devices(
-    ranks: Sizes, parts: Sequence[tuple[Row, dict[int, Sizes], Sizes]], files: Files
-) -> list[Handle]:
-    runtime, here = current_runtime(), process_index()
-    team = runtime.team(ranks)
+def _on_devices(ranks: Sizes, wants: Sequence[tuple[Row, Layout]], folder: Path) -> list[Handle]:
+    places = [(origins(over_processes(layout)), layout.block_shape) for _, layout in wants]
+    extents = {rank: [(where[rank], shape) for where, shape in places] for rank in ranks}
+    work = Restore(folder, [row for row, _ in wants], extents)
+    team, here = current_runtime().team(ranks), process_index()
     if not is_launched():
-        rows = [row for row, *_ in parts]
-        extents = [[(where[rank], shape) for _, where, shape in parts] for rank in ranks]
-        return run_on(team, NAME, Restore(files.folder, rows, extents))[1]
-    handles = []
-    for row, where, shape in parts:
-        is_here = here in ranks
-        block = row.read(files, (where[here], shape)) if is_here else torch.empty(0, device="cpu")
-        handles.append(runtime.put(team, [block] * len(ranks)))
-    return handles
+        return run_on(team, NAME, work)[1]
+    blocks = work.blocks(here) if here in ranks else [torch.empty(0, device="cpu")] * len(wants)
+    return [team.runtime.put(team, [block] * len(ranks)) for block in blocks]
 
 
 def _on_host(row: Row, files: Files, kind: str) -> Any:

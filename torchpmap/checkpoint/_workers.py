@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import util
 from multiprocessing.connection import wait
@@ -101,16 +101,19 @@ class Restore:
 
     folder: Path
     rows: Sequence[Row]
-    extents: Sequence[Sequence[Extent]]
-    """Per device of the team: the part of each row that it reads."""
+    extents: Mapping[int, Sequence[Extent]]
+    """By rank, the part of each row that it reads."""
+
+    def blocks(self, rank: int) -> Iterator[torch.Tensor]:
+        with Files(self.folder) as files:
+            for row, extent in zip(self.rows, self.extents[rank], strict=True):
+                yield row.read(files, extent)
 
     def run(
         self, rank: Rank, given: None, blocks: Sequence[torch.Tensor]
     ) -> tuple[None, list[torch.Tensor]]:
-        extents, device = self.extents[int(rank.index)], rank.index.device
-        with Files(self.folder) as files:
-            parts = (row.read(files, part) for row, part in zip(self.rows, extents, strict=True))
-            return None, [part.to(device) for part in parts]
+        mine = self.blocks(rank.ranks[int(rank.index)])
+        return None, [block.to(rank.index.device) for block in mine]
 
 
 class Pipes:
