@@ -1,7 +1,8 @@
-"""Values as bytes that hold only data, never code: the messages of processes over a network.
+"""Values as JSON, which holds only data, never code: messages of processes over a network, tables
+of checkpoints, and recorded graphs.
 
 A pickle can run code where it is read, and any program that reaches the store of a job can write
-there.  So values are sent as JSON.  What JSON lacks becomes a pair of a kind and its content:
+there.  What JSON lacks becomes a pair of a kind and its content:
 
     [1, (2.5, b"x")]  ->  [1, {"tuple": [{"float": "0x1.4p+1"}, {"bytes": "eA=="}]}]
 

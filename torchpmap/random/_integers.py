@@ -174,9 +174,7 @@ class _Unsigned32:
 
     @staticmethod
     def multiply_add(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        # In halves: the product of two words would overflow int64.
-        upper = ((x * (y >> 16)) & MASK) << 16
-        return (upper + x * (y & 0xFFFF) + z) & MASK
+        return (x * y + z) & MASK  # a product that overflows int64 keeps its low bits
 
 
 class _Unsigned64:
