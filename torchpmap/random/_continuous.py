@@ -13,16 +13,23 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array, wrong_dtype
-from torchpmap.random._threefry import Number, Words, one_key, rounded, static_shape, unit_interval
+from torchpmap.random._threefry import (
+    Number,
+    Words,
+    one_key,
+    rounded,
+    sampler,
+    static_shape,
+    unit_interval,
+)
 
 Limit: TypeAlias = Number | torch.Tensor
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-@boundary
+@sampler
 def uniform(
     key: torch.Tensor,
     shape: Sequence[int] = (),
@@ -36,9 +43,6 @@ def uniform(
     Backward: the derivatives of ``minval + u * (maxval - minval)``.
 
     Args:
-        key: the key.
-        shape: shape of the result.
-        dtype: float32, float64, float16 or bfloat16.
         minval: lower bound; a number, or a tensor that broadcasts to ``shape``.
         maxval: upper bound, likewise.
 
@@ -54,13 +58,11 @@ def uniform(
         >>> import torch, torchpmap as tp
         >>> tp.random.uniform(tp.random.key(0), (3,))
         tensor([0.9477, 0.9786, 0.3323])
-
-    Source: jax.random.uniform; checked in tests/random/test_random.py.
     """
     return _unit("uniform", key, shape, dtype, minval, maxval)
 
 
-@boundary
+@sampler
 def truncated_normal(
     key: torch.Tensor,
     lower: Limit,
@@ -74,7 +76,6 @@ def truncated_normal(
     Backward: into ``lower`` and ``upper``.
 
     Args:
-        key: the key.
         lower: lower limit; a number, or a tensor that broadcasts to ``shape``.
         upper: upper limit, likewise.
         shape: shape of the result; by default that of the limits, broadcast.
@@ -93,8 +94,6 @@ def truncated_normal(
         >>> import torch, torchpmap as tp
         >>> tp.random.truncated_normal(tp.random.key(0), -2.0, 2.0, (3,))
         tensor([ 1.4560,  1.7147, -0.4127])
-
-    Source: jax.random.truncated_normal; checked in tests/random/test_random.py.
     """
     words = one_key("truncated_normal", key)
     check_dtype("truncated_normal", dtype)
@@ -126,8 +125,6 @@ class _Sampler(Protocol):
 
 
 _ARGS = """Args:
-        key: the key.
-        shape: shape of the result.
         dtype: float32, float64, float16 or bfloat16.
 
     Returns:"""
@@ -148,7 +145,6 @@ def _distribution(
     def made(turned: Callable[[torch.Tensor], torch.Tensor]) -> _Sampler:
         name = turned.__name__
 
-        @boundary
         def draw(
             key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
         ) -> torch.Tensor:
@@ -157,10 +153,9 @@ def _distribution(
         draw.__name__, draw.__qualname__ = name, name
         first, *rest = (turned.__doc__ or "").split("\n", 1)
         whole = "\n".join([first, "", f"    {name}: int64[2] -> float[*shape]", *rest])
-        whole = whole.replace("Returns:", _ARGS).replace("Example:", _RAISES)
-        whole += f"\n    Source: jax.random.{name}; checked in tests/random/test_random.py.\n    "
+        whole = whole.replace("Returns:", "Args:\n\n    Returns:").replace("Example:", _RAISES)
         draw.__doc__ = whole
-        return draw
+        return sampler(draw)
 
     return made
 
