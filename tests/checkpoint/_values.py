@@ -81,7 +81,8 @@ def loaded(folder: Path) -> Any:
 
 
 def leaf(body: Any, key: str = "w") -> Any:
-    return body["leaves"][key]
+    """What a table says of an array at the top of its tree."""
+    return dict(body["tree"]["dict"])[key]["aside"]
 
 
 def header_of(file: Path) -> Any:

@@ -249,7 +249,7 @@ def saved_by_torch(folder, *, is_ours):
         warnings.simplefilter("ignore")  # that there is no process group
         dcp.save({"w": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
     if is_ours:  # as torchpmap 0.1 wrote it
-        sign(folder, {"version": 1, "tree": {"dict": [["w", "w"]]}, "leaves": {}, "files": {}})
+        sign(folder, {"version": 1, "tree": {"dict": [["w", "w"]]}, "files": {}})
 
 
 @pytest.mark.parametrize("is_ours", [True, False])

@@ -56,19 +56,26 @@ def cut(shape: Any, cuts: Any, *files: str):
 
 
 TOP = lambda body: body  # noqa: E731
-STEP = lambda body: leaf(body, "step")  # noqa: E731
+PARTS = lambda body: body["tree"]["dict"]  # noqa: E731
+
+
+def step(value: Any):
+    return lambda body: next(part for part in PARTS(body) if part[0] == "step").__setitem__(
+        1, value
+    )
+
+
 TABLES = {
-    "no leaves": (put(TOP, "leaves", 3), "has no attribute 'items'"),
-    "no leaf": (put(lambda b: b["leaves"], "w", [1]), "TypeError"),
+    "no tree": (drop(TOP, "tree"), "'tree'"),
+    "no leaf": (lambda b: PARTS(b)[0].__setitem__(1, {"aside": [1]}), "TypeError"),
     "no files": (drop(TOP, "files"), "'files'"),
     "unknown dtype": (put(leaf, "dtype", "load"), "KeyError: 'load'"),
     "quantized": (put(leaf, "dtype", "quint8"), "KeyError: 'quint8'"),
     "another dtype": (put(leaf, "dtype", "int32"), r"as \('F32', .* but \('I32', .* is expected"),
     "wide dtype": (put(leaf, "dtype", "complex128"), r"\('U8', \(2, 3, 16\)\) .* is expected"),
-    "another kind": (put(leaf, "kind", "int"), "KeyError: 'value'"),
-    "value of another type": (put(STEP, "kind", "str"), "7 is no 'str'"),
-    "value of no kind": (put(STEP, "value", {"os": "system"}), "is no value"),
-    "value of a foreign kind": (put(STEP, "value", {"dtype": "float32"}), "is no 'int'"),
+    "another kind": (put(leaf, "kind", "int"), "'int' is no kind of arrays"),
+    "value of no kind": (step({"os": "system"}), "KeyError: 'os'"),
+    "value of a foreign kind": (step({"dtype": "float32"}), "torch.float32 is no value"),
     "numpy has no bfloat16": (put(lambda b: leaf(b, "half"), "kind", "ndarray"), "ScalarType BFl"),
     "scalar of numpy": (put(leaf, "kind", "numpy scalar"), r"a scalar of shape \(2, 3\)"),
     "huge shape": (put(leaf, "shape", [10**13, 3]), r"\(10000000000000, 3\)\) .* is expected"),
@@ -86,13 +93,14 @@ TABLES = {
     "cuts that do not divide": (cut([3, 3], [2, 1], HOST, "x"), r"shape \(3, 3\) is cut into"),
     "unknown file": (cut([2, 3], [1, 1], "rank_0.safetensors"), "KeyError: 'rank_0.safetensors'"),
     "file of no text": (cut([2, 3], [1, 1], []), "unhashable"),
-    "block of another leaf": (lambda b: b["leaves"].update(x=leaf(b)), "KeyError: 'x'"),
+    "block of another leaf": (
+        lambda b: PARTS(b).append(["x", {"aside": leaf(b)}]), "KeyError: 'x'"),
     "no checksum": (put(lambda b: leaf(b)["blocks"][0], 1, []), "with 1 checksums is expected"),
     "tree of no kind": (put(TOP, "tree", {"x": []}), "KeyError: 'x'"),
-    "tree without leaves": (put(TOP, "tree", {"dict": []}), "its tree lacks"),
-    "tree with one twice": (put(TOP, "tree", {"list": [[0, "w"], [1, "w"]]}), "KeyError: 'w'"),
-    "tree with one label": (
-        put(lambda b: b["tree"]["dict"][1], 0, "w"), "two parts of its tree are called 'w'"),
+    "tree with a key of no name": (lambda b: PARTS(b).append([None, 1]), "has the key None"),
+    "tree with one name twice": (
+        lambda b: PARTS(b).append(["many.0", 1]), "would both be saved as 'many.0'"),
+    "tree with one label": (put(lambda b: PARTS(b)[1], 0, "w"), "a dict has something twice"),
     "size of a file": (put(lambda b: b["files"][HOST], "bytes", "1"), "but '1' were written"),
 }  # fmt: skip
 

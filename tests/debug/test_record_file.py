@@ -22,11 +22,11 @@ EAGER = {"backend": "eager"}
 
 def of_nodes(*nodes, **more):
     start = ["placeholder", "x", None, [], {}, None]
-    end = ["output", "output", None, [{"node": "y"}], {}, None]
+    end = ["output", "output", None, [{"aside": ["node", "y"]}], {}, None]
     return {"nodes": [start, *nodes, end], "graphs": {}, "constants": {}} | more
 
 
-X = {"node": "x"}
+X = {"aside": ["node", "x"]}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,8 @@ X = {"node": "x"}
         ["get_attr", "y", "__class__", [], {}, None],
         ["call_function", "y", "aten::neg", [{"dtype": "load"}], {}, None],
         ["call_function", "y", "aten::neg", [{"dtype": "os.system"}], {}, None],
+        ["call_function", "y", "aten::neg", [{"aside": ["layout", "load"]}], {}, None],
+        ["call_function", "y", "aten::neg", [{"aside": ["os", "system"]}], {}, None],
         ["call_function", "y", ["aten::neg"], [X], {}, None],
     ],
 )
@@ -119,8 +121,8 @@ def test_a_rank_that_does_not_come_to_a_collective():
         "nodes": [
             ["placeholder", "x", None, [], {}, None],
             ["call_function", "s", op, [X, "sum", name], {}, None],
-            ["call_function", "y", wait, [{"node": "s"}], {}, None],
-            ["output", "output", None, [[{"node": "y"}]], {}, None],
+            ["call_function", "y", wait, [{"aside": ["node", "s"]}], {}, None],
+            ["output", "output", None, [[{"aside": ["node", "y"]}]], {}, None],
         ],
         "graphs": {},
         "constants": {},
@@ -134,11 +136,11 @@ def test_a_rank_that_does_not_come_to_a_collective():
             "call_function",
             "c",
             "cond",
-            [{"node": "p"}, {"node": "a"}, {"node": "b"}, [X]],
+            [{"aside": ["node", "p"]}, {"aside": ["node", "a"]}, {"aside": ["node", "b"]}, [X]],
             {},
             None,
         ],
-        ["call_function", "y", "getitem", [{"node": "c"}, 0], {}, None],
+        ["call_function", "y", "getitem", [{"aside": ["node", "c"]}, 0], {}, None],
     )
     graph = decoded_graph(of_nodes(*nodes, graphs={"a": inner, "b": other}), {})
     values = {0: torch.tensor(1.0), 1: torch.tensor(-1.0)}

@@ -158,6 +158,7 @@ def test_every_row_draws_its_own_numbers(group):
         (lambda x: torch.empty(20_000).exponential_(4.0), 0.25, 0.25),
         (lambda x: torch.empty(20_000).uniform_(-1, 3), 1.0, 4 * 12**-0.5),
         (lambda x: torch.randint(0, 11, (20_000,)), 5.0, 10**0.5),
+        (lambda x: torch.randint(5, high=16, size=(20_000,)), 10.0, 10**0.5),
         (lambda x: torch.bernoulli(torch.full((20_000,), 0.3)), 0.3, 0.21**0.5),
         (lambda x: F.dropout(torch.ones(20_000), 0.2), 1.0, 0.5),
         (lambda x: F.alpha_dropout(torch.randn(20_000), 0.3, True), 0.0, 1.0),

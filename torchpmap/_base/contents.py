@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpmap._base.fingerprint import as_bytes
+
 _differ = ctypes.CDLL(None).memcmp
 _differ.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _differ.restype = ctypes.c_int
@@ -58,7 +60,7 @@ class Contents:
         now, copy = _dense(tensor.detach()), self._copy
         if now.is_cpu:
             return not _differ(now.data_ptr(), copy.data_ptr(), copy.nbytes)
-        return torch.equal(bits(now), bits(copy))
+        return torch.equal(as_bytes(now), as_bytes(copy))
 
     def restore(self) -> None:
         """Write the kept contents back to the tensor."""
@@ -108,8 +110,3 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.resolve_conj().resolve_neg()
     is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
     return tensor if is_dense else tensor.contiguous()
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes, by which -0.0 is not 0.0, and NaN is itself."""
-    return tensor.reshape(-1).view(torch.uint8)

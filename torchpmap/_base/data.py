@@ -1,7 +1,8 @@
-"""Values as bytes that hold only data, never code: the messages of processes over a network.
+"""Values as JSON, which holds only data, never code: messages of processes over a network, tables
+of checkpoints, and recorded graphs.
 
 A pickle can run code where it is read, and any program that reaches the store of a job can write
-there.  So values are sent as JSON.  What JSON lacks becomes a pair of a kind and its content:
+there.  What JSON lacks becomes a pair of a kind and its content:
 
     [1, (2.5, b"x")]  ->  [1, {"tuple": [{"float": "0x1.4p+1"}, {"bytes": "eA=="}]}]
 
@@ -45,7 +46,7 @@ def packed(
     Raises:
         TypeError: a part is of another kind; the text has its path.
     """
-    return json.dumps(_written(value, name, aside), separators=(",", ":")).encode()
+    return json.dumps(written(value, name, aside), separators=(",", ":")).encode()
 
 
 def unpacked(data: bytes, aside: Callable[[Any], Any] | None = None) -> Any:
@@ -59,7 +60,7 @@ def unpacked(data: bytes, aside: Callable[[Any], Any] | None = None) -> Any:
         PmapError: the bytes are not from ``packed``.
     """
     try:
-        return _read(json.loads(data, parse_float=_refused, parse_constant=_refused), aside)
+        return read(json.loads(data, parse_float=_refused, parse_constant=_refused), aside)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise not_ours(f"{type(error).__name__}: {error!s:.100}") from None
 
@@ -76,9 +77,11 @@ def _refused(text: str) -> Any:
     raise ValueError(f"a bare {text}")
 
 
-def _written(value: Any, path: str, aside: Callable[[Any, str], Any] | None) -> Any:
+def written(value: Any, path: str, aside: Callable[[Any, str], Any] | None = None) -> Any:
+    """A value as JSON; the arguments are those of ``packed``."""
+
     def inner(part: Any, where: str) -> Any:
-        return _written(part, f"{path}{where}", aside)
+        return written(part, f"{path}{where}", aside)
 
     kind = type(value)
     if value is None or kind is bool or kind is str:
@@ -97,9 +100,9 @@ def _written(value: Any, path: str, aside: Callable[[Any, str], Any] | None) -> 
         return {kind.__name__: [inner(part, f"[{k}]") for k, part in enumerate(value)]}
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"numpy": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
-    written = None if aside is None else aside(value, path)
-    if written is not None:
-        return {"aside": written}
+    apart = None if aside is None else aside(value, path)
+    if apart is not None:
+        return {"aside": apart}
     if _is_named_tuple(kind) and _named_tuple(kind.__module__, kind.__qualname__) is kind:
         parts = [inner(part, f".{field}") for field, part in zip(kind._fields, value, strict=True)]
         return {"namedtuple": [kind.__module__, kind.__qualname__, parts]}
@@ -134,12 +137,13 @@ _CONTAINERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _read(written: Any, aside: Callable[[Any], Any] | None) -> Any:
-    if type(written) is list:
-        return [_read(part, aside) for part in written]
-    if type(written) is not dict:
-        return written
-    ((kind, content),) = written.items()
+def read(data: Any, aside: Callable[[Any], Any] | None = None) -> Any:
+    """The value of JSON from any source; raises any exception for what is none."""
+    if type(data) is list:
+        return [read(part, aside) for part in data]
+    if type(data) is not dict:
+        return data
+    ((kind, content),) = data.items()
     if kind == "aside" and aside is not None:
         return aside(content)
     if kind in _READERS:
@@ -150,8 +154,11 @@ def _read(written: Any, aside: Callable[[Any], Any] | None) -> Any:
         if found is None or len(found._fields) != len(parts):
             raise ValueError(f"this process has no named tuple {module}.{name} with these fields")
         # not by its own __new__, which may be user code
-        return tuple.__new__(found, [_read(part, aside) for part in parts])
-    return _CONTAINERS[kind]([_read(part, aside) for part in content])
+        return tuple.__new__(found, [read(part, aside) for part in parts])
+    parts = _CONTAINERS[kind]([read(part, aside) for part in content])
+    if len(parts) < len(content):
+        raise ValueError(f"a {kind} has something twice")
+    return parts
 
 
 def _numpy_scalar(kind: str, text: str) -> Any:

@@ -26,6 +26,7 @@ from torchpmap._sharded.transfer import (
     check_kinds_everywhere,
     fetch_blocks,
     host_tensor,
+    is_whole_here,
     places_here,
     store,
     team_of,
@@ -122,13 +123,17 @@ def _global(leaf: Any, path: str) -> Any:
     if layout.dim is None:
         check_equal_everywhere({path: block})
         return _stored(replicated_layout(layout.shape, layout.dtype, everywhere), block)
-    shape = (
-        *layout.shape[: layout.dim],
-        layout.shape[layout.dim] * process_count(),
-        *layout.shape[layout.dim + 1 :],
-    )
+    return _stored(over_processes(layout), block)
+
+
+def over_processes(layout: Layout) -> Layout:
+    """Of the rows of this process, the layout of the rows of all; any other layout as it is."""
+    if layout.dim is None or process_count() == 1 or not is_whole_here(layout):
+        return layout
+    shape = list(layout.shape)
+    shape[layout.dim] *= process_count()
     name = layout.sharding.mesh.axis_names[0]
-    return _stored(row_layout(shape, layout.dtype, everywhere, layout.dim, name), block)
+    return row_layout(shape, layout.dtype, tuple(all_devices()), layout.dim, name)
 
 
 def _rows_or_whole(shape: Any, dtype: torch.dtype, devices: Any) -> Layout:

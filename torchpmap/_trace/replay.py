@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpmap._base.contents import bits
+from torchpmap._base.fingerprint import as_bytes
 
 Tensors = Sequence[torch.Tensor]
 
@@ -253,7 +253,7 @@ def _agrees(found: Replay, code: Any, carry: Tensors, xs: Tensors, reads: Tensor
     ys = [torch.zeros_like(y) for y in expected_ys]
     last = found.run(steps, carry, xs, reads, ys)
     pairs = zip((*last, *ys), (*expected, *expected_ys), strict=True)
-    return all(torch.equal(bits(a), bits(b)) for a, b in pairs)
+    return all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in pairs)
 
 
 def _kernels(function: Any) -> dict[str, int] | None:

@@ -8,9 +8,9 @@ runs until it reaches a collective, then the next row does, and the last to arri
                                        | values of all rows are known: each gets its result
 
 The collectives have the same derivative rules as on devices, but nothing else is shared: no vmap,
-no trace, no compiler, no process group.  ``_Collectives`` does with the values of all rows what the
-documentation of each process-group operation says.  So results are an independent check of the
-other ways to run a function, and the function can do everything that Python can.
+no trace, no compiler, no process group.  ``_collectives/meanings`` does with the values of all rows
+what the documentation of each process-group operation says.  So results are an independent check of
+the other ways to run a function, and the function can do everything that Python can.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torchpmap._base.ambient import Ambient, ambient, applied
 from torchpmap._base.errors import CollectiveMismatch, kind_of
 from torchpmap._base.torch_internals import TorchDispatchMode, forward_level, jvp_level
 from torchpmap._collectives.backend import NAMESPACES, c10d
+from torchpmap._collectives.meanings import MEANINGS
 from torchpmap._layout.axis_stack import Axis, Partition, subgroup_name
 from torchpmap._trace.agreement import ADVICE, Fingerprint
 from torchpmap._trace.effects import emit, lines_of
@@ -36,7 +37,6 @@ from torchpmap._transforms import nans
 
 _GROUP = "rows"
 
-Tensors = list[torch.Tensor]
 T = TypeVar("T")
 
 
@@ -241,7 +241,7 @@ class _Collectives(TorchDispatchMode):
             return self._print(args)
         if func is torch.ops.torchpmap.debug_check.default:
             return func(*args)
-        if func not in _MEANINGS:
+        if func not in MEANINGS:
             raise NotImplementedError(f"{func} between rows that run one after the other")
         value, *how, group = args
         place = self._meeting.members(self._row, group).index(self._row)
@@ -249,7 +249,7 @@ class _Collectives(TorchDispatchMode):
         what = f"{name} {' '.join(map(str, how))} of {kind_of(value.shape, value.dtype)}"
         # a copy: this row may write to its operand before another row reads it
         operands = self._exchange(group, what, value.clone())
-        return _MEANINGS[func](operands, place, *how)
+        return MEANINGS[func](operands, [place], *how)[0]
 
     def _exchange(self, group: str, what: str, value: Any) -> list[Any]:
         return self._meeting.exchange(self._row, group, Fingerprint(what), value)
@@ -262,38 +262,3 @@ class _Collectives(TorchDispatchMode):
                 return
             text = "\n".join(texts)
         emit(text)
-
-
-def _all_reduce(values: Tensors, place: int, op: str) -> torch.Tensor:
-    rows = torch.stack(values)
-    if op == "sum":
-        return rows.sum(0, dtype=rows.dtype)
-    return rows.amax(0) if op == "max" else rows.amin(0)
-
-
-def _all_gather(values: Tensors, place: int, size: int) -> torch.Tensor:
-    return torch.cat(values)
-
-
-def _reduce_scatter(values: Tensors, place: int, op: str, size: int) -> torch.Tensor:
-    return _all_reduce(values, place, op).chunk(size)[place].clone()
-
-
-def _all_to_all(values: Tensors, place: int, receives: list[int], sends: list[int]) -> torch.Tensor:
-    return torch.cat([value.split(sends)[place] for value in values])
-
-
-def _ppermute(
-    values: Tensors, place: int, sources: list[int], destinations: list[int]
-) -> torch.Tensor:
-    source = dict(zip(destinations, sources, strict=True)).get(place)
-    return torch.zeros_like(values[0]) if source is None else values[source].clone()
-
-
-_MEANINGS: dict[Any, Callable[..., torch.Tensor]] = {
-    c10d.all_reduce.default: _all_reduce,
-    c10d.all_gather_into_tensor.default: _all_gather,
-    c10d.reduce_scatter_tensor.default: _reduce_scatter,
-    c10d.all_to_all_single.default: _all_to_all,
-    torch.ops.torchpmap.ppermute.default: _ppermute,
-}

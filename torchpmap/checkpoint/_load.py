@@ -16,22 +16,23 @@ from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import check_devices, is_launched, process_index
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._runtime.everywhere import run_on
+from torchpmap._sharded.global_view import over_processes
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap.checkpoint._blocks import Files, Sizes
 from torchpmap.checkpoint._folder import Folder
-from torchpmap.checkpoint._peers import peers
-from torchpmap.checkpoint._save import origins, whole
+from torchpmap.checkpoint._peers import Peers
+from torchpmap.checkpoint._save import origins
 from torchpmap.checkpoint._table import Row, Table, describe
-from torchpmap.checkpoint._tree import ARRAYS, Leaf, ShapeDtypeStruct, leaf_kind, leaves_of, rebuild
+from torchpmap.checkpoint._tree import ARRAYS, Leaf, ShapeDtypeStruct, leaf_kind, leaves_of, rebuilt
 from torchpmap.checkpoint._workers import NAME, Restore
 
 
 def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
     """See ``torchpmap.checkpoint.load``."""
-    others, what = peers(), f"torchpmap.checkpoint.load({str(path)!r})"
+    others = Peers(f"torchpmap.checkpoint.load({str(path)!r})")
     folder = Folder(path).find()
-    leaves, structure, _ = leaves_of(like, "like")
+    leaves, structure = leaves_of(like, "like")
 
     def read() -> tuple[Table, list[Wanted]]:
         table = Table.of(folder)
@@ -44,17 +45,17 @@ def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
         if like is not None:
             return structure.unflatten(_restore(wants, folder))
         with Files(folder) as files:
-            return rebuild(table.skeleton, lambda key: _on_host(rows[key], files, rows[key].kind))
+            return rebuilt(table.root, lambda key: _on_host(rows[key], files, rows[key].kind))
 
-    table, wants = others.together(read, what)
+    table, wants = others.together(read)
     rows = table.rows
-    digests = others.exchange(table.digest, what)
+    digests = others.exchange(table.digest)
     if len(set(digests)) > 1:
         raise CheckpointError(
-            f"{what}: the processes see different checkpoints: {digests}, by rank. Give the same "
-            "path everywhere, on a file system that all hosts share."
+            f"{others.what}: the processes see different checkpoints: {digests}, by rank. Give the "
+            "same path everywhere, on a file system that all hosts share."
         )
-    return others.together(values, what)
+    return others.together(values)
 
 
 def _check_names(folder: Path, rows: Mapping[str, Row], paths: dict[str, str]) -> None:
@@ -90,7 +91,7 @@ def _wanted(leaf: Leaf, row: Row, folder: Path) -> Wanted:
     shape: Sizes = ()
     if layout is not None:
         check_devices(layout.devices)
-        dtype, shape = layout.dtype, whole(layout)
+        dtype, shape = layout.dtype, over_processes(layout).shape
     elif isinstance(like, ShapeDtypeStruct):
         dtype, shape = like.dtype, tuple(like.shape)
     elif leaf_kind(leaf) in ARRAYS:
@@ -137,28 +138,21 @@ def _restore(wants: Sequence[Wanted], folder: Path) -> list[Any]:
             else:
                 by_team.setdefault(layout.ranks, []).append((leaf, row, layout))
         for ranks, group in by_team.items():
-            parts = [(row, origins(layout), layout.block_shape) for _, row, layout in group]
-            handles = _on_devices(ranks, parts, files)
+            handles = _on_devices(ranks, [(row, layout) for _, row, layout in group], folder)
             for (leaf, _, layout), handle in zip(group, handles, strict=True):
                 values[leaf.key] = _as_given(make_sharded(layout, handle), leaf.value)
     return [values[leaf.key] for leaf, *_ in wants]
 
 
-def _on_devices(
-    ranks: Sizes, parts: Sequence[tuple[Row, dict[int, Sizes], Sizes]], files: Files
-) -> list[Handle]:
-    runtime, here = current_runtime(), process_index()
-    team = runtime.team(ranks)
+def _on_devices(ranks: Sizes, wants: Sequence[tuple[Row, Layout]], folder: Path) -> list[Handle]:
+    places = [(origins(over_processes(layout)), layout.block_shape) for _, layout in wants]
+    extents = {rank: [(where[rank], shape) for where, shape in places] for rank in ranks}
+    work = Restore(folder, [row for row, _ in wants], extents)
+    team, here = current_runtime().team(ranks), process_index()
     if not is_launched():
-        rows = [row for row, *_ in parts]
-        extents = [[(where[rank], shape) for _, where, shape in parts] for rank in ranks]
-        return run_on(team, NAME, Restore(files.folder, rows, extents))[1]
-    handles = []
-    for row, where, shape in parts:
-        is_here = here in ranks
-        block = row.read(files, (where[here], shape)) if is_here else torch.empty(0, device="cpu")
-        handles.append(runtime.put(team, [block] * len(ranks)))
-    return handles
+        return run_on(team, NAME, work)[1]
+    blocks = work.blocks(here) if here in ranks else [torch.empty(0, device="cpu")] * len(wants)
+    return [team.runtime.put(team, [block] * len(ranks)) for block in blocks]
 
 
 def _on_host(row: Row, files: Files, kind: str) -> Any:

@@ -10,38 +10,38 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torchpmap._base.config import config
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CallTimeout, CheckpointError
 from torchpmap._runtime import inline_mode
-from torchpmap._runtime.base import JobRuntime
-from torchpmap._runtime.current import job_runtime, process_count
+from torchpmap._runtime.current import job_runtime, process_count, process_index
 
 _T = TypeVar("_T")
 
 
 class Peers:
-    """This process and the other controllers."""
+    """This process and the other controllers, for ``what``: one save or load."""
 
-    def __init__(self, runtime: JobRuntime | None) -> None:
-        """``runtime``: of the job; None if there are no others."""
-        self._runtime = runtime
-        self._turn = 0
-        self.rank, self.size = 0, 1
-        if runtime is not None:
-            self._rendezvous = runtime.rendezvous
-            self._store = self._rendezvous.store
-            self.rank, self.size = self._rendezvous.place.rank, self._rendezvous.place.size
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.size = 1 if inline_mode.active() else process_count()
+        self.rank = process_index() if self.size > 1 else 0
+        if self.size > 1:
+            self._runtime = job_runtime()
+            self._rendezvous = self._runtime.rendezvous
+            # each save and load exchanges something, so no other has this number
+            number = self._rendezvous.turn_of(range(self.size))
+            self._keys = [f"checkpoint/{number}/{rank}" for rank in range(self.size)]
+            self._answer = f"checkpoint/{number}/answer"
 
-    def exchange(self, mine: Any, what: str) -> list[Any]:
+    def exchange(self, mine: Any) -> list[Any]:
         """The data of all processes, by rank; must be called in the main script."""
-        if self._runtime is None:
+        if self.size == 1:
             return [mine]
-        given = self._runtime.exchange(range(self.size), packed(mine), what)
+        given = self._runtime.exchange(range(self.size), packed(mine), self.what)
         return [unpacked(each) for each in given]
 
-    def together(self, work: Callable[[], _T], what: str) -> _T:
+    def together(self, work: Callable[[], _T]) -> _T:
         """Do ``work`` in all processes; if it fails in one process, all raise.  Must be called in
         the main script.
         """
@@ -51,71 +51,49 @@ class Peers:
         except Exception as caught:
             error = caught
         text = None if error is None else f"{type(error).__name__}: {error}"
-        failures = self.exchange(text, what)
+        failures = self.exchange(text)
         if error is not None:
             raise error
         for rank, failure in enumerate(failures):
             if failure is not None:
-                raise CheckpointError(f"{what}: rank {rank} failed: {failure}")
+                raise CheckpointError(f"{self.what}: rank {rank} failed: {failure}")
         return result
 
-    def decide(self, mine: Any, work: Callable[[list[Any]], None], what: str) -> None:
+    def decide(self, mine: Any, work: Callable[[list[Any]], None]) -> None:
         """Rank 0 does ``work`` with the data of all processes; if it fails, all raise.  May be
-        called in any thread, but only one call at a time.
+        called in any thread, once.
         """
-        if self._runtime is None:
+        if self.size == 1:
             work([mine])
             return
-        turn = f"checkpoint/{self._turn}"
-        self._turn += 1
-        if self.rank > 0:
-            self._store.set(f"{turn}/{self.rank}", packed(mine))
-            self._wait([f"{turn}/answer"], what)
-            failure = unpacked(self._store.get(f"{turn}/answer"))
-            if failure is not None:
-                raise CheckpointError(failure)
-            return
-        failure = "rank 0 was interrupted"
+        store, mine_at = self._rendezvous.store, self._keys[self.rank]
+        store.set(mine_at, packed(mine))
+        failure: str | None = "rank 0 was interrupted"
         try:
-            keys = [f"{turn}/{rank}" for rank in range(1, self.size)]
-            self._wait(keys, what)
-            given = [unpacked(self._store.get(key)) for key in keys]
-            for key in keys:
-                self._store.delete_key(key)
-            work([mine, *given])
-            failure = None
+            if self.rank == 0:
+                work(self._wait(self._keys))
+                failure = None
+            else:
+                (failure,) = self._wait([self._answer])
         except Exception as error:
             failure = str(error)
             raise
         finally:
-            self._store.set(f"{turn}/answer", packed(failure))
-            # all processes are in this turn, so all have read the answer of the last one
-            self._store.delete_key(f"checkpoint/{self._turn - 2}/answer")
+            if self.rank == 0:
+                store.set(self._answer, packed(failure))  # it stays: few bytes
+            store.delete_key(mine_at)
+        if failure is not None:
+            raise CheckpointError(failure)
 
-    def _wait(self, keys: list[str], what: str) -> None:
+    def _wait(self, keys: list[str]) -> list[Any]:
         # the main script's way to wait also posts what it waits for, to detect deadlocks
-        patience = config.snapshot().patience
+        store, patience = self._rendezvous.store, self._rendezvous.patience_s
         for pause in Deadline(patience).pauses():
-            if self._store.check(keys):
-                return
+            if store.check(keys):
+                return [unpacked(store.get(key)) for key in keys]
             self._rendezvous.raise_cause()
             time.sleep(pause)
         raise CallTimeout(
-            f"{what}: the other processes did not write their parts within "
+            f"{self.what}: the other processes did not write their parts within "
             f"torchpmap.config.timeout ({patience:g} s)."
         )
-
-
-_ALONE = Peers(None)
-_known: tuple[JobRuntime, Peers] | None = None
-
-
-def peers() -> Peers:
-    """The controllers of the running job."""
-    global _known
-    if inline_mode.active() or process_count() == 1:
-        return _ALONE
-    runtime = job_runtime()
-    if _known is None or _known[0] is not runtime:
-        _known = runtime, Peers(runtime)
-    return _known[1]

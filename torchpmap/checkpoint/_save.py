@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -22,25 +21,25 @@ import torch
 
 from torchpmap._base.errors import CheckpointError, dtype_name
 from torchpmap._base.fingerprint import digest, shown
+from torchpmap._base.pytree import Node
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import is_launched, process_count, process_index
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._runtime.everywhere import run_on
 from torchpmap._sharded.device_put import block_until_ready
+from torchpmap._sharded.global_view import over_processes
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import fetch_blocks, host_tensor
 from torchpmap.checkpoint._blocks import RESERVED, Plan, Sizes, Written
 from torchpmap.checkpoint._folder import Folder
-from torchpmap.checkpoint._peers import Peers, peers
-from torchpmap.checkpoint._table import describe, table_text, value_row
-from torchpmap.checkpoint._tree import VALUES, Leaf, leaf_kind, leaves_of
+from torchpmap.checkpoint._peers import Peers
+from torchpmap.checkpoint._table import describe, table_text
+from torchpmap.checkpoint._tree import VALUES, Leaf, Stored, leaf_kind, leaves_of, rebuilt
 from torchpmap.checkpoint._workers import HOST, NAME, Answers, Pipes, Snapshot, attempt, file_of
 
 Plans = dict[int, dict[str, Sizes]]
 """By writer: what is in its file."""
-_SNAPSHOT_BYTES = 256 * 2**20
-"""A worker copies its blocks in calls of this size, as a GPU briefly holds them twice."""
 
 
 # -- leaves and their blocks -----------------------------------------------------------------------
@@ -54,41 +53,54 @@ class _Saved:
     kind: str
     host: Any = None
     """The value, if it is on the host."""
-    held: tuple[Layout, Handle] | None = None
-    """Its layout and handle, if it is on the devices."""
-    dtype: torch.dtype | None = None
-    """None for a Python value, which is in the table."""
-    shape: Sizes = ()
-    block_shape: Sizes = ()
-    holders: Mapping[Sizes, Sequence[int]] = field(default_factory=dict)
-    """The ranks that have the block at each offsets."""
+    layout: Layout | None = None
+    """That of the rows of all controllers, if the value is on the devices."""
+    handle: Handle | None = None
+
+    @property
+    def array(self) -> Layout | torch.Tensor | None:
+        """What has its dtype and shape; None for a Python value, which is in the table."""
+        return self.host if isinstance(self.host, torch.Tensor) else self.layout
+
+    @property
+    def block_shape(self) -> Sizes:
+        return self.layout.block_shape if self.layout else tuple(self.host.shape)
 
     @property
     def block_bytes(self) -> int:
-        return prod(self.block_shape) * (self.dtype.itemsize if self.dtype else 0)
+        return prod(self.block_shape) * self.array.dtype.itemsize if self.array is not None else 0
+
+    def holders(self) -> dict[Sizes, list[int]]:
+        """The ranks that have the block at each offsets."""
+        if self.layout is None:
+            return {} if self.array is None else {(0,) * self.host.dim(): [HOST]}
+        found: dict[Sizes, list[int]] = {}
+        for rank, offsets in origins(self.layout).items():
+            found.setdefault(offsets, []).append(rank)
+        return found
 
     def row(self, plans: Plans) -> dict[str, Any]:
         """Its row of the table, with the writers in place of the blocks; it does not keep the
         values in memory.
         """
-        if self.dtype is None:
-            return value_row(self.host)
-        key, sizes = self.leaf.key, zip(self.shape, self.block_shape, strict=True)
+        assert self.array is not None
+        key, shape = self.leaf.key, tuple(self.array.shape)
         writers = sorted((plan[key], writer) for writer, plan in plans.items() if key in plan)
+        sizes = zip(shape, self.block_shape, strict=True)
         return {
             "kind": self.kind,
-            "dtype": dtype_name(self.dtype),
-            "shape": self.shape,
+            "dtype": dtype_name(self.array.dtype),
+            "shape": shape,
             "cuts": [size // part if part else 1 for size, part in sizes],
             "blocks": [writer for _, writer in writers],
         }
 
     def describe(self) -> str:
         """One line, which must be equal in all processes that save together."""
-        text = describe(self.kind, self.dtype, self.shape)
-        if self.held is not None:
-            return f"{text} in the blocks {self.holders}"
-        return f"{text}: {shown(self.host):.200} (digest {digest(self.host)[:8].hex()})"
+        if self.layout is not None:
+            kind = describe(self.kind, self.layout.dtype, self.layout.shape)
+            return f"{kind} in the blocks {self.holders()}"
+        return f"{shown(self.host):.200} (digest {digest(self.host)[:8].hex()})"
 
 
 def _saved(leaf: Leaf) -> _Saved:
@@ -103,51 +115,22 @@ def _saved(leaf: Leaf) -> _Saved:
         )
     if isinstance(value, ShardedTensor):
         layout, handle = value._alive()
-        if not _is_own_copy(layout):
-            holders: dict[Sizes, list[int]] = {}
-            for rank, offsets in origins(layout).items():
-                holders.setdefault(offsets, []).append(rank)
-            kinds = layout.dtype, whole(layout), layout.block_shape
-            return _Saved(leaf, kind, None, (layout, handle), *kinds, holders)
-        value = value.to_host()
+        if process_count() == 1 or not layout.is_replicated or len(layout.devices) > 1:
+            return _Saved(leaf, kind, None, over_processes(layout), handle)
+        value = value.to_host()  # each of several controllers has its own copy
     try:
-        tensor = host_tensor(value).resolve_conj().resolve_neg()
+        return _Saved(leaf, kind, host_tensor(value).resolve_conj().resolve_neg())
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"torchpmap.checkpoint.save: {leaf.path} is an array of dtype {value.dtype}, which "
             "torch does not have. Save numbers, or a string."
         ) from error
-    shape = tuple(tensor.shape)
-    return _Saved(leaf, kind, tensor, None, tensor.dtype, shape, shape, {(0,) * len(shape): [HOST]})
-
-
-def _is_own_copy(layout: Layout) -> bool:
-    """Whether each of several controllers has its own copy of a value."""
-    return layout.is_replicated and len(layout.devices) == 1 and process_count() > 1
-
-
-def _dim_of_processes(layout: Layout) -> int | None:
-    """The dim of the value over all controllers of which each has its own rows, if any."""
-    is_here = all(device.process_index == process_index() for device in layout.devices)
-    return layout.dim if process_count() > 1 and is_here and not _is_own_copy(layout) else None
-
-
-def whole(layout: Layout) -> Sizes:
-    """Shape of the value over all controllers."""
-    rows = _dim_of_processes(layout)
-    return tuple(n * process_count() if k == rows else n for k, n in enumerate(layout.shape))
 
 
 def origins(layout: Layout) -> dict[int, Sizes]:
-    """Where the block of each rank begins in the value over all controllers."""
-    rows = _dim_of_processes(layout)
-    if rows is None:
-        where = zip(layout.ranks, layout.slices, strict=True)
-        return {rank: tuple(part.start or 0 for part in parts) for rank, parts in where}
-    return {
-        rank: tuple(rank * n if k == rows else 0 for k, n in enumerate(layout.shape))
-        for rank in range(process_count())
-    }
+    """Where the block of each rank begins in the whole value."""
+    where = zip(layout.ranks, layout.slices, strict=True)
+    return {rank: tuple(part.start or 0 for part in parts) for rank, parts in where}
 
 
 def _plans(leaves: Iterable[_Saved]) -> Plans:
@@ -155,7 +138,7 @@ def _plans(leaves: Iterable[_Saved]) -> Plans:
     num_bytes: Counter[int] = Counter()
     plans: Plans = {}
     for saved in leaves:
-        for offsets, holders in saved.holders.items():
+        for offsets, holders in saved.holders().items():
             writer = min(holders, key=num_bytes.__getitem__)
             writer = 0 if writer == HOST and is_launched() else writer
             num_bytes[writer] += saved.block_bytes
@@ -168,41 +151,43 @@ def _plans(leaves: Iterable[_Saved]) -> Plans:
 
 def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], None]:
     """Copy the values to write; the returned function writes them, and has no others."""
-    others, what, folder = peers(), f"torchpmap.checkpoint.save({str(path)!r})", Folder(path)
-    leaves, skeleton = _agreed(others, what, folder, tree)
+    others, folder = Peers(f"torchpmap.checkpoint.save({str(path)!r})"), Folder(path)
+    leaves, root = _agreed(others, folder, tree)
     plans = _plans(leaves)
-    rows = {saved.leaf.key: saved.row(plans) for saved in leaves}
-    commit = functools.partial(_commit, folder, rows, skeleton)
+    rows = {saved.leaf.key: saved.row(plans) for saved in leaves if saved.array is not None}
+    values = {saved.leaf.key: saved.host for saved in leaves if saved.array is None}
+    plain = rebuilt(root, lambda key: Stored(rows[key]) if key in rows else values[key])
+    commit = functools.partial(_commit, folder, rows, plain)
     mine = others.rank if is_launched() else HOST
     try:
         write = _copied(folder, leaves, plans, mine)
     except Exception as error:
         with contextlib.suppress(CheckpointError):  # which the other processes raise
-            others.decide({mine: (None, f"{type(error).__name__}: {error}")}, commit, what)
+            others.decide({mine: (None, f"{type(error).__name__}: {error}")}, commit)
         raise
-    return lambda: others.decide(write(), commit, what)
+    return lambda: others.decide(write(), commit)
 
 
-def _agreed(others: Peers, what: str, folder: Folder, tree: Any) -> tuple[list[_Saved], Any]:
-    """Leaves and skeleton; raises in every process unless all processes save the same tree."""
+def _agreed(others: Peers, folder: Folder, tree: Any) -> tuple[list[_Saved], Node | None]:
+    """Leaves and root; raises in every process unless all processes save the same tree."""
 
-    def described() -> tuple[list[_Saved], Any]:
-        found, _, skeleton = leaves_of(tree, "tree")
+    def described() -> tuple[list[_Saved], Node | None]:
+        found, structure = leaves_of(tree, "tree")
         leaves = [_saved(leaf) for leaf in found]
         block_until_ready(tree)
         if others.rank == 0:
             folder.prepare()
-        return leaves, skeleton
+        return leaves, structure.root
 
     try:
-        leaves, skeleton = others.together(described, what)
+        leaves, root = others.together(described)
         if others.size > 1:
-            _compare(others.exchange({x.leaf.path: x.describe() for x in leaves}, what), what)
+            _compare(others.exchange({x.leaf.path: x.describe() for x in leaves}), others.what)
     except Exception:
         if others.rank == 0:
             folder.discard()
         raise
-    return leaves, skeleton
+    return leaves, root
 
 
 def _compare(given: Sequence[dict[str, str]], what: str) -> None:
@@ -219,7 +204,7 @@ def _compare(given: Sequence[dict[str, str]], what: str) -> None:
 
 
 def _commit(
-    folder: Folder, rows: dict[str, dict[str, Any]], skeleton: Any, given: Sequence[Answers]
+    folder: Folder, rows: dict[str, dict[str, Any]], tree: Any, given: Sequence[Answers]
 ) -> None:
     """Write the table, and give the folder its name.
 
@@ -233,13 +218,12 @@ def _commit(
                 raise CheckpointError(failure)
             files[writer] = file
         for key, row in rows.items():
-            if "blocks" in row:
-                row["blocks"] = [(file_of(k), files[k]["blocks"][key]) for k in row["blocks"]]
+            row["blocks"] = [(file_of(k), files[k]["blocks"][key]) for k in row["blocks"]]
         about = {
             file_of(writer): {"bytes": file["bytes"], "header": file["header"]}
             for writer, file in files.items()
         }
-        folder.commit(table_text(rows, skeleton, about), about)
+        folder.commit(table_text(tree, about), about)
     except Exception as error:
         folder.discard()
         kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
@@ -275,33 +259,24 @@ def _copied(
 
 def _block_here(saved: _Saved) -> torch.Tensor:
     """A copy of the block that this process has."""
-    if saved.held is None:
+    if saved.layout is None or saved.handle is None:
         copy: torch.Tensor = saved.host.clone(memory_format=torch.contiguous_format)
         return copy
-    layout, handle = saved.held
     # each of several controllers has one device, whose id is the process index
-    return fetch_blocks(layout, handle, [layout.ranks.index(process_index())])[0]
+    here = saved.handle.team.ranks.index(process_index())
+    return fetch_blocks(saved.layout, saved.handle, [here])[0]
 
 
 def _copy_on_workers(
     folder: Folder, leaves: Iterable[_Saved], plans: Mapping[int, Plan], pipes: str
 ) -> None:
     """Have worker processes copy their blocks and begin to write them."""
-    by_team: dict[Sizes, list[_Saved]] = {}
+    by_team: dict[Sizes, dict[str, Handle]] = {}
     for saved in leaves:
-        if saved.held is not None:
-            by_team.setdefault(saved.held[0].ranks, []).append(saved)
-    for ranks, group in by_team.items():
-        totals = itertools.accumulate(saved.block_bytes for saved in group)
-        numbered = zip((total // _SNAPSHOT_BYTES for total in totals), group, strict=True)
-        for _, part in itertools.groupby(numbered, operator.itemgetter(0)):
-            some = [saved for _, saved in part]
-            keys = [saved.leaf.key for saved in some]
-            todo = [
-                [(k, key) for k, key in enumerate(keys) if key in plans.get(rank, ())]
-                for rank in ranks
-            ]
-            handles = [saved.held[1] for saved in some if saved.held]
-            run_on(current_runtime().team(ranks), NAME, Snapshot(pipes, todo), handles)
-    last = Snapshot(pipes, [[]] * len(plans), folder.growing, list(plans.items()))
+        if saved.handle is not None:
+            by_team.setdefault(saved.handle.team.ranks, {})[saved.leaf.key] = saved.handle
+    for ranks, held in by_team.items():
+        work = Snapshot(pipes, plans, tuple(held))
+        run_on(current_runtime().team(ranks), NAME, work, list(held.values()))
+    last = Snapshot(pipes, plans, (), folder.growing)
     run_on(current_runtime().team(tuple(plans)), NAME, last)

@@ -2,15 +2,14 @@
 
     {"digest": ..., "checkpoint": {
       "version": 2,
-      "tree": {"dict": [["w", "w"], ["step", "step"]]},
-      "leaves": {
-        "w": {"kind": "tensor", "dtype": "float32", "shape": [4, 6], "cuts": [2, 1],
-              "blocks": [["rank_0.safetensors", [crc, ...]], ["rank_1.safetensors", [crc, ...]]]},
-        "step": {"kind": "int", "value": 7}},
+      "tree": {"dict": [["step", 7], ["w", {"aside":
+        {"kind": "tensor", "dtype": "float32", "shape": [4, 6], "cuts": [2, 1],
+         "blocks": [["rank_0.safetensors", [crc, ...]], ["rank_1.safetensors", [crc, ...]]]}}]]},
       "files": {"rank_0.safetensors": {"bytes": 1064, "header": crc}, ...}}}
 
-A tensor is cut into equal blocks, ``cuts`` along each dim, which are listed in the order of the
-rows: so they cannot overlap or leave a gap.  Where a block is in its file, the header says.
+The tree is written as ``_base/data`` says.  A tensor is cut into equal blocks, ``cuts`` along each
+dim, which are listed in the order of the rows: so they cannot overlap or leave a gap.  Where a
+block is in its file, the header says.
 
 A folder may have been made, or changed, by any program.  So a table is used only after all of it
 was checked, and no memory is allocated beyond the size of the files.
@@ -27,8 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpmap._base.data import packed, unpacked
-from torchpmap._base.errors import CheckpointError, PmapError, kind_of
+from torchpmap._base.data import read, written
+from torchpmap._base.errors import CheckpointError, kind_of
+from torchpmap._base.pytree import Node
 from torchpmap.checkpoint._blocks import (
     Block,
     Entries,
@@ -40,7 +40,7 @@ from torchpmap.checkpoint._blocks import (
     stored_as,
 )
 from torchpmap.checkpoint._folder import TABLE, broken, other_format, read_table
-from torchpmap.checkpoint._tree import ARRAYS, SAVED_DTYPES, VALUES, rebuild
+from torchpmap.checkpoint._tree import ARRAYS, SAVED_DTYPES, VALUES, Stored, leaves_of
 
 Extent = tuple[Sizes, Sizes]
 """Offsets and sizes of a part of a leaf."""
@@ -91,8 +91,8 @@ class Table(NamedTuple):
 
     rows: dict[str, Row]
     """By key."""
-    skeleton: Any
-    """The containers of the tree (see ``checkpoint/_tree``)."""
+    root: Node | None
+    """Its containers."""
     digest: str
 
     @staticmethod
@@ -116,28 +116,21 @@ class Table(NamedTuple):
                 for source, file in body["files"].items():
                     headers[source] = read_header(files, source, file["bytes"], file["header"])
             source = TABLE
-            rows = {key: _row(key, row, headers) for key, row in body["leaves"].items()}
-            left = set(rows)
-            rebuild(body["tree"], left.remove)
-            if left:
-                raise ValueError(f"its tree lacks {sorted(left)!r:.100}")
+            leaves, structure = leaves_of(read(body["tree"], Stored), "tree")
+            rows = {leaf.key: _row(leaf.key, leaf.value, headers) for leaf in leaves}
         except CheckpointError:
             raise
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
             what = f"{type(error).__name__}: {error!s:.300}"
             raise broken(folder, f"{source!r:.80} is not what was written ({what})") from None
-        return Table(rows, body["tree"], digest)
+        return Table(rows, structure.root, digest)
 
 
-def table_text(leaves: Any, skeleton: Any, files: Any) -> bytes:
-    """The text of a table; the arguments are as in the picture above."""
-    body = {"version": _VERSION, "tree": skeleton, "leaves": leaves, "files": files}
+def table_text(tree: Any, files: Any) -> bytes:
+    """The text of a table, of a tree with ``Stored`` in the place of arrays."""
+    tree = written(tree, "tree", lambda stored, _: stored.row)
+    body = {"version": _VERSION, "tree": tree, "files": files}
     return json.dumps({"digest": _digest(body), "checkpoint": body}).encode()
-
-
-def value_row(value: Any) -> dict[str, Any]:
-    """What the table has of a leaf that is not an array."""
-    return {"kind": type(value).__name__, "value": json.loads(packed(value))}
 
 
 def _digest(body: Any) -> str:
@@ -145,10 +138,14 @@ def _digest(body: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _row(key: str, row: Any, headers: dict[str, Entries]) -> Row:
-    kind = row["kind"]
+def _row(key: str, found: Any, headers: dict[str, Entries]) -> Row:
+    if type(found) in VALUES:
+        return Row(type(found).__name__, found)
+    if type(found) is not Stored:
+        raise ValueError(f"{found!r:.100} is no value")
+    row, kind = found.row, found.row["kind"]
     if kind not in ARRAYS:
-        return Row(kind, _value(kind, row["value"]))
+        raise ValueError(f"{kind!r:.50} is no kind of arrays")
     dtype, shape, cuts = SAVED_DTYPES[row["dtype"]], sizes_of(row["shape"]), sizes_of(row["cuts"])
     names = [name for name, _ in row["blocks"]]
     # a file has one block of a leaf: else a small file would make a tensor of any size
@@ -171,13 +168,3 @@ def _row(key: str, row: Any, headers: dict[str, Entries]) -> Row:
     if kind == "numpy scalar" and shape:
         raise ValueError(f"{key!r:.50} is a scalar of shape {shape}")
     return Row(kind, None, dtype, shape, cuts, block_shape, tuple(blocks))
-
-
-def _value(kind: str, stored: Any) -> Any:
-    try:
-        value = unpacked(json.dumps(stored).encode())
-    except PmapError:
-        raise ValueError(f"{stored!r:.100} is no value") from None
-    if type(value) not in VALUES or type(value).__name__ != kind:
-        raise ValueError(f"{stored!r:.100} is no {kind!r:.50}")
-    return value

@@ -8,7 +8,7 @@ back as dicts of their fields.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from torchpmap._base.data import DTYPES
 from torchpmap._base.errors import check_array, dtype_name
-from torchpmap._base.pytree import MAPPINGS, Node, Structure, flatten_as_met
+from torchpmap._base.pytree import MAPPINGS, Node, Structure, flatten
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._sharded.tensor import ShardedTensor
 
@@ -67,34 +67,26 @@ class Leaf:
     value: Any
 
 
-def leaves_of(tree: Any, name: str) -> tuple[list[Leaf], Structure, Any]:
-    """The leaves of ``tree``, which the caller knows as ``name``, its structure, and its skeleton:
-    the containers as JSON, with keys in place of the leaves.
+@dataclass(frozen=True)
+class Stored:
+    """In the place of an array of a tree, what the table says of it."""
+
+    row: Any
+
+
+def leaves_of(tree: Any, name: str) -> tuple[list[Leaf], Structure]:
+    """The leaves of ``tree``, which the caller knows as ``name``, and its structure.
 
     Raises:
         TypeError: a dict has a key that is neither a string nor an int.
         ValueError: two leaves would have the same key.
     """
-    as_met, structure = flatten_as_met(tree)
+    values, structure = flatten(tree)
     keys: list[str] = []
-
-    def describe(node: Node | None, path: str, route: tuple[str, ...]) -> Any:
-        if node is None:
-            keys.append(".".join(route) if route else _ROOT)
-            return keys[-1]
-        kind, labels = _labels(node, path)
-        children = zip(labels, node.keys, node.children, strict=True)
-        return {
-            kind: [
-                [label, describe(child, path + key, (*route, str(label)))]
-                for label, key, child in children
-            ]
-        }
-
-    skeleton = describe(structure.root, name, ())
+    rebuilt(structure.root, keys.append, name)
     leaves: dict[str, Leaf] = {}
     for path, key, value in zip(
-        structure.paths(name), *map(structure.in_leaf_order, (keys, as_met)), strict=True
+        structure.paths(name), structure.in_leaf_order(keys), values, strict=True
     ):
         if key in leaves:
             raise ValueError(
@@ -102,11 +94,27 @@ def leaves_of(tree: Any, name: str) -> tuple[list[Leaf], Structure, Any]:
                 f"{key!r}. Rename one of the keys."
             )
         leaves[key] = Leaf(key, path, value)
-    return list(leaves.values()), structure, skeleton
+    return list(leaves.values()), structure
 
 
-def _labels(node: Node, path: str) -> tuple[str, list[str | int]]:
-    """What a skeleton calls a container, and its children."""
+def rebuilt(
+    node: Node | None, leaf: Callable[[str], Any], path: str = "tree", route: Sequence[str] = ()
+) -> Any:
+    """A tree of dicts, lists and tuples, with ``leaf(key)`` as its leaves; other containers become
+    dicts.
+    """
+    if node is None:
+        return leaf(".".join(route) if route else _ROOT)
+    children = zip(_labels(node, path), node.keys, node.children, strict=True)
+    parts = {
+        label: rebuilt(child, leaf, path + key, (*route, str(label)))
+        for label, key, child in children
+    }
+    return node.kind(parts.values()) if node.kind in (list, tuple) else parts
+
+
+def _labels(node: Node, path: str) -> Sequence[Any]:
+    """What the children of a container are called."""
     if node.kind in MAPPINGS:
         for label in node.labels:
             if type(label) not in (str, int):
@@ -114,28 +122,9 @@ def _labels(node: Node, path: str) -> tuple[str, list[str | int]]:
                     f"torchpmap.checkpoint: the dict {path} has the key {label!r}, but the keys "
                     "must be strings or ints: they become the names in the checkpoint."
                 )
-        return "dict", [*node.labels]  # type: ignore[list-item]
-    if node.kind in (list, tuple):
-        return node.kind.__name__, [*range(len(node.labels))]
-    return "fields", [key.strip(".[]'\"") for key in node.keys]
-
-
-def rebuild(skeleton: Any, leaf: Callable[[str], Any]) -> Any:
-    """The tree of a skeleton, with ``leaf(key)`` in place of the keys.
-
-    Raises:
-        Exception: of any kind; it is no skeleton.
-    """
-    if isinstance(skeleton, str):
-        return leaf(skeleton)
-    ((kind, children),) = skeleton.items()
-    built = {}
-    for label, child in children:
-        if type(label) not in (str, int) or label in built:
-            raise ValueError(f"two parts of its tree are called {label!r:.50}")
-        built[label] = rebuild(child, leaf)
-    kinds = {"dict": dict, "fields": dict, "list": list, "tuple": tuple}
-    return built if kinds[kind] is dict else kinds[kind](built.values())
+    if node.kind in (*MAPPINGS, list, tuple):
+        return node.labels
+    return [key.strip(".[]'\"") for key in node.keys]
 
 
 def leaf_kind(leaf: Leaf) -> str:

@@ -6,7 +6,7 @@ sends the result to the controller through a pipe of its own:
 
     controller                          worker k
     Pipes, reads
-    Snapshot, one per 256 MiB  ------>  copies its blocks
+    Snapshot, one per team     ------>  copies its blocks
     the last Snapshot          ------>  opens its pipe, starts the thread
     answers()                  <------  (what it wrote, None), or (None, what went wrong)
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import util
 from multiprocessing.connection import wait
@@ -63,24 +63,25 @@ class Snapshot:
 
     pipes: str
     """Path of the writers' pipes, without their ranks."""
-    todo: Sequence[Sequence[tuple[int, str]]]
-    """Per device of the team: the positions of the given blocks to copy, and their keys."""
+    plans: Mapping[int, Plan]
+    """By rank, what it writes."""
+    keys: tuple[str, ...]
+    """Of the blocks that are given."""
     folder: Path | None = None
     """Where to write now; None: more calls follow."""
-    plans: Sequence[tuple[int, Plan]] = ()
-    """Per device of the team: its rank, and what it writes."""
 
     def run(
         self, rank: Rank, given: None, blocks: Sequence[torch.Tensor]
     ) -> tuple[None, list[torch.Tensor]]:
-        place = int(rank.index)
+        writer = rank.ranks[int(rank.index)]
+        plan = self.plans.get(writer, {})
         if self.pipes not in _copies:
             _copies.clear()  # they are left from a save that failed
         copies = _copies.setdefault(self.pipes, {})
-        for position, key in self.todo[place]:
-            copies[key] = blocks[position].cpu().contiguous()
+        for key, block in zip(self.keys, blocks, strict=True):
+            if key in plan:
+                copies[key] = block.cpu().contiguous()
         if self.folder is not None:
-            writer, plan = self.plans[place]
             # without a reader this raises, rather than waits for one
             pipe = os.open(f"{self.pipes}{writer}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.set_blocking(pipe, True)
@@ -100,16 +101,19 @@ class Restore:
 
     folder: Path
     rows: Sequence[Row]
-    extents: Sequence[Sequence[Extent]]
-    """Per device of the team: the part of each row that it reads."""
+    extents: Mapping[int, Sequence[Extent]]
+    """By rank, the part of each row that it reads."""
+
+    def blocks(self, rank: int) -> Iterator[torch.Tensor]:
+        with Files(self.folder) as files:
+            for row, extent in zip(self.rows, self.extents[rank], strict=True):
+                yield row.read(files, extent)
 
     def run(
         self, rank: Rank, given: None, blocks: Sequence[torch.Tensor]
     ) -> tuple[None, list[torch.Tensor]]:
-        extents, device = self.extents[int(rank.index)], rank.index.device
-        with Files(self.folder) as files:
-            parts = (row.read(files, part) for row, part in zip(self.rows, extents, strict=True))
-            return None, [part.to(device) for part in parts]
+        mine = self.blocks(rank.ranks[int(rank.index)])
+        return None, [block.to(rank.index.device) for block in mine]
 
 
 class Pipes:

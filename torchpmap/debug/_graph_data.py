@@ -7,7 +7,6 @@ refused.
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from torchpmap._base.data import read, written
 from torchpmap._base.torch_internals import HigherOrderOperator, LazyGraphModule, OpOverload
 from torchpmap._trace.graphs import COND, SCAN, WHILE
 from torchpmap._trace.repetition import file_and_line, set_place
@@ -28,7 +28,6 @@ _NAME, _OPERATION = re.compile(r"[A-Za-z_]\w*"), re.compile(r"(\w+)::(\w+)(?:\.(
 _GETITEM = "getitem"
 _MAX_LINE = 1_000_000
 _KINDS: dict[str, type] = {
-    "dtype": torch.dtype,
     "memory_format": torch.memory_format,
     "layout": torch.layout,
 }
@@ -44,47 +43,41 @@ class NotData(ValueError):
 
 
 def encoded(value: Any) -> Any:
-    """A constant, or several, or a setting."""
+    """A constant, or several, or a setting, as JSON (see ``_base/data``)."""
+    return written(value, "a constant", _apart)
+
+
+def _apart(value: Any, path: str) -> Any:
     if isinstance(value, Node):
-        return {"node": value.name}
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"float": repr(value)}
-    if isinstance(value, complex):
-        return {"complex": encoded([value.real, value.imag])}
-    if isinstance(value, tuple):
-        return {"tuple": [encoded(each) for each in value]}
-    if isinstance(value, list):
-        return [encoded(each) for each in value]
+        return ["node", value.name]
+    if isinstance(value, list):  # of a class of torch's
+        return ["list", encoded([*value])]
     if isinstance(value, torch.device):
-        return {"device": value.type}
+        return ["device", value.type]
     for kind, of in _KINDS.items():
         if isinstance(value, of):
-            return {kind: str(value).removeprefix("torch.")}
+            return [kind, str(value).removeprefix("torch.")]
     raise NotData(f"a constant of type {type(value).__name__}")
 
 
 def decoded(data: Any, node_of: Callable[[str], Any] = lambda name: None) -> Any:
-    if isinstance(data, list):
-        return [decoded(each, node_of) for each in data]
-    if not isinstance(data, dict):
-        return data
-    ((kind, value),) = data.items()
-    if kind == "node":
-        return node_of(value)
-    if kind == "float":
-        return float(value)
-    if kind == "complex":
-        return complex(*decoded(value))
-    if kind == "tuple":
-        return tuple(decoded(value, node_of))
-    if kind == "device":
-        return torch.device("cpu")
-    found = getattr(torch, _checked(value), None) if kind in _KINDS else None
-    if found is None or not isinstance(found, _KINDS[kind]):
-        raise NotData(f"{data!r:.100} is no constant of torch")
-    return found
+    def apart(pair: Any) -> Any:
+        kind, value = pair
+        if kind == "node":
+            return node_of(value)
+        if kind == "list":
+            return read(value, apart)
+        if kind == "device":
+            return torch.device("cpu")
+        found = getattr(torch, _checked(value))
+        if not isinstance(found, _KINDS[kind]):
+            raise NotData(f"{pair!r:.100} is no constant of torch")
+        return found
+
+    try:
+        return read(data, apart)
+    except (LookupError, AttributeError) as error:
+        raise NotData(f"{data!r:.100} is no constant of torch: {error!r}") from None
 
 
 def _checked(name: Any) -> str:

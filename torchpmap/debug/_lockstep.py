@@ -7,7 +7,7 @@ caller sees every operation, may look at its values, or run two graphs side by s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchpmap._base.torch_internals import OpOverload, gives_views
+from torchpmap._collectives.meanings import MEANINGS
 from torchpmap._layout.axis_stack import Partition
 from torchpmap._plan.collectives import PRINT, arguments, groups_of, name_of
 from torchpmap._trace.graphs import COND, SCAN, kind_of_node, results_of
@@ -139,9 +140,9 @@ class Lockstep:
     def _together(
         self, node: Node, env: dict[Node, Values], ranks: Sequence[int], partition: Partition
     ) -> Values:
-        given, found = arguments(node), Values()
-        compute = _COLLECTIVES.get(name_of(node))
-        if compute is None:
+        _, *how, _ = arguments(node).values()
+        found = Values()
+        if node.target not in MEANINGS:
             raise NotImplementedError(f"replay: the collective {node.target} at {place_of(node)}")
         (operand,) = node.all_input_nodes
         for members in partition:
@@ -154,7 +155,8 @@ class Lockstep:
                     f"come to it, as they took another branch or fewer steps; {list(members)} "
                     "must all call it."
                 )
-            results = compute([env[operand][rank] for rank in members], given)
+            given, places = [env[operand][rank] for rank in members], range(len(members))
+            results = MEANINGS[node.target](given, places, *how)
             found |= zip(members, results, strict=True)
         return found
 
@@ -221,56 +223,3 @@ def _graph(body: list[Values]) -> GraphModule:
     found = next(iter(body[0].values()))
     assert isinstance(found, GraphModule)
     return found
-
-
-# -- collectives -----------------------------------------------------------------------------------
-
-Blocks = Sequence[torch.Tensor]
-_REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
-
-
-def _reduced(xs: Blocks, how: str) -> torch.Tensor:
-    """In the order of the ranks, as groups in shared memory do it."""
-    total = xs[0].clone()
-    for x in xs[1:]:
-        total = _REDUCTIONS[how](total, x)
-    return total
-
-
-def _all_reduce(xs: Blocks, given: dict[str, Any]) -> Blocks:
-    total = _reduced(xs, given["reduce_op"])
-    return [total.clone() for _ in xs]
-
-
-def _all_gather(xs: Blocks, given: dict[str, Any]) -> Blocks:
-    return [torch.cat(list(xs)) for _ in xs]
-
-
-def _reduce_scatter(xs: Blocks, given: dict[str, Any]) -> Blocks:
-    return [x.clone() for x in _reduced(xs, given["reduce_op"]).chunk(len(xs))]
-
-
-def _all_to_all(xs: Blocks, given: dict[str, Any]) -> Blocks:
-    sent = [x.split(given["input_split_sizes"]) for x in xs]
-    return [torch.cat([parts[k] for parts in sent]) for k in range(len(xs))]
-
-
-def _permute(xs: Blocks, given: dict[str, Any]) -> Blocks:
-    found = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in xs]
-    for source, destination in zip(given["sources"], given["destinations"], strict=True):
-        found[destination] = xs[source].clone()
-    return found
-
-
-_COLLECTIVES: dict[str, Callable[[Blocks, dict[str, Any]], Blocks]] = {
-    "all_reduce": _all_reduce,
-    "all_gather_into_tensor": _all_gather,
-    "reduce_scatter_tensor": _reduce_scatter,
-    "all_to_all_single": _all_to_all,
-    "ppermute": _permute,
-}

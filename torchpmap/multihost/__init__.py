@@ -15,9 +15,9 @@ With a single process the functions work too, and send nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +41,6 @@ from torchpmap.multihost._values import (
 
 __all__ = ["all_gather", "assert_equal", "barrier", "broadcast", "local_rows"]
 
-T = TypeVar("T")
 _DATA = (torch.Tensor, np.ndarray)
 
 
@@ -65,7 +64,7 @@ def barrier(name: str = "") -> None:
     what = f"torchpmap.multihost.barrier({name!r})"
     _refuse_inside(what)
     if process_count() > 1:
-        _together(lambda rendezvous: rendezvous.exchange(_everyone(), b"", what))
+        job_runtime().exchange(_everyone(), b"", what)
 
 
 @boundary
@@ -108,10 +107,11 @@ def broadcast(tree: Any, source: int = 0) -> Any:
         opened(mine.header, what)
         return filled(mine.header, (value.clone() for value in mine.tensors))
 
-    headers = _together(lambda rendezvous: rendezvous.exchange(_everyone(), mine.header, what))
+    headers = job_runtime().exchange(_everyone(), mine.header, what)
     places = opened(headers[source], what)
     tensors = mine.tensors if process_index() == source else places
-    return filled(headers[source], _together(lambda _: _sent_from(source, tensors)))
+    received = job_runtime().together(lambda _: _sent_from(source, tensors))
+    return filled(headers[source], received)
 
 
 @boundary
@@ -164,7 +164,7 @@ def all_gather(tree: Tree, tiled: bool = False) -> Tree:
             rendezvous.agree(_everyone(), "\n".join([what, *kinds]), what)
             return _from_all(shares)
 
-        gathered = _together(work)
+        gathered = job_runtime().together(work)
     joined = map(Share.joined, shares, gathered)
     return structure.unflatten([None if leaf is None else next(joined) for leaf in leaves])
 
@@ -202,7 +202,9 @@ def assert_equal(tree: Any, message: str = "") -> None:
     )
     if process_count() == 1:
         return
-    found = _together(lambda store: store.differing(_everyone(), "\n".join(lines), what))
+    found = job_runtime().together(
+        lambda rendezvous: rendezvous.differing(_everyone(), "\n".join(lines), what)
+    )
     if found is None:
         return
     texts, _ = found
@@ -290,10 +292,6 @@ def _refuse_inside(what: str) -> None:
             f"{what} is for the script around mapped functions, and cannot be called inside one. "
             "Use a collective there (torchpmap.all_gather, psum, pbroadcast)."
         )
-
-
-def _together(work: Callable[[Rendezvous], T]) -> T:
-    return job_runtime().together(work)
 
 
 def _everyone() -> range:

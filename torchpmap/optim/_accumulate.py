@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from torchpmap._base.boundary import boundary
-from torchpmap._base.pytree import Structure, flatten
+from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_internals import disable_dynamo
 from torchpmap.optim import _checks as checks
 from torchpmap.optim._functional import FunctionalOptimizer
@@ -113,24 +113,12 @@ class AccumulatingOptimizer:
                 that are not torch's).
             Else what ``functional``'s ``update`` raises.
         """
-        leaves, structure = flatten(params)
-        checks.check_params(leaves, structure)
-        given = checks.subtrees(structure, grads, "grads")
-        for leaf, grad, path in zip(leaves, given, structure.paths(), strict=True):
-            checks.check_grad(grad, leaf, f"grads{path}")
-        states = self._states(structure, leaves, state)
-        means = [
-            None if grad is None else old[_GRAD] + grad / self._every
-            for grad, old in zip(given, states, strict=True)
-        ]
-        calls = [
-            None if grad is None else old[_CALLS] + 1
-            for grad, old in zip(given, states, strict=True)
-        ]
-        due = [None if count is None else count == self._every for count in calls]
-        return self._step(
-            structure, leaves, states, _Accumulated(means, calls, due), hyperparameters
-        )
+
+        def with_one_more(old: dict[str, torch.Tensor], grad: torch.Tensor) -> _Sum:
+            calls = old[_CALLS] + 1
+            return _Sum(old[_GRAD] + grad / self._every, calls, calls == self._every)
+
+        return self._step(grads, state, params, with_one_more, hyperparameters)
 
     @disable_dynamo
     def flush(self, state: Any, params: Any, **hyperparameters: Any) -> tuple[Any, Any]:
@@ -147,89 +135,53 @@ class AccumulatingOptimizer:
         Raises:
             What ``update`` raises.
         """
-        leaves, structure = flatten(params)
-        checks.check_params(leaves, structure)
-        states = self._states(structure, leaves, state)
-        counts = [
-            None if leaf is None else old[_CALLS] for leaf, old in zip(leaves, states, strict=True)
-        ]
-        means = [
-            None
-            if count is None
-            else old[_GRAD] * (self._every / count.clamp(min=1)).to(old[_GRAD].dtype)
-            for count, old in zip(counts, states, strict=True)
-        ]
-        due = [None if count is None else count > 0 for count in counts]
-        return self._step(
-            structure, leaves, states, _Accumulated(means, counts, due), hyperparameters
-        )
 
-    def _states(self, structure: Structure, leaves: Sequence[Any], state: Any) -> list[Any]:
-        states = checks.subtrees(structure, state, "state")
-        for leaf, entries, path in zip(leaves, states, structure.paths(), strict=True):
-            checks.check_state(entries, leaf, f"state{path}")
-            checks.check_accumulated(entries, leaf, f"state{path}", _OURS)
-        return states
+        def rest(old: dict[str, torch.Tensor], _: torch.Tensor) -> _Sum:
+            calls, grad = old[_CALLS], old[_GRAD]
+            mean = grad * (self._every / calls.clamp(min=1)).to(grad.dtype)
+            return _Sum(mean, calls, calls > 0)
+
+        # any tree of gradients would do
+        return self._step(params, state, params, rest, hyperparameters)
 
     def _step(
         self,
-        structure: Structure,
-        leaves: Sequence[Any],
-        states: Sequence[Any],
-        sums: _Accumulated,
+        grads: Any,
+        state: Any,
+        params: Any,
+        sum_of: Callable[[dict[str, torch.Tensor], torch.Tensor], _Sum],
         hyperparameters: dict[str, Any],
     ) -> tuple[Any, Any]:
         """A step of the optimizer with the means, kept for the parameters whose step is due."""
-        inner = [old and {k: x for k, x in old.items() if k not in _OURS} for old in states]
-        given = [structure.unflatten(values) for values in (sums.means, inner, leaves)]
-        results = self._optimizer.update(*given, **hyperparameters)
-        stepped = checks.subtrees(structure, results[0], "params")
-        entries_after = checks.subtrees(structure, results[1], "state")
-        for before, after in zip(inner, entries_after, strict=True):
-            checks.refuse_new_state(self._optimizer, before or {}, after or {})
-        chosen = [
-            (leaf, old) if mean is None else _choose(leaf, old, mean, calls, due, new, entries)
-            for leaf, old, mean, calls, due, new, entries in zip(
-                leaves,
-                states,
-                sums.means,
-                sums.calls,
-                sums.due,
-                stepped,
-                entries_after,
-                strict=True,
-            )
+        structure, leaves, given, states = checks.opened(params, grads, state, _OURS)
+        sums = [
+            None if grad is None else sum_of(old, grad)
+            for grad, old in zip(given, states, strict=True)
         ]
-        return (
-            structure.unflatten([leaf for leaf, _ in chosen]),
-            structure.unflatten([entries for _, entries in chosen]),
-        )
+        inner = [old and {k: x for k, x in old.items() if k not in _OURS} for old in states]
+        means = [each and each.mean for each in sums]
+        stepped, after = self._optimizer._updated(structure, leaves, means, inner, hyperparameters)
+        for k, each in enumerate(sums):
+            checks.refuse_new_state(self._optimizer, inner[k] or {}, after[k] or {})
+            if each is None:
+                stepped[k], after[k] = leaves[k], states[k]
+                continue
+            due = each.is_due
+            after[k] = {name: torch.where(due, x, inner[k][name]) for name, x in after[k].items()}
+            after[k][_CALLS] = torch.where(due, 0, each.calls)
+            after[k][_GRAD] = torch.where(due, 0, each.mean)
+            stepped[k] = torch.where(due, stepped[k], leaves[k])
+        return checks.closed(structure, stepped, after)
 
 
-class _Accumulated(NamedTuple):
-    """Per parameter; None: it has no gradient."""
+class _Sum(NamedTuple):
+    """The gradients of a parameter."""
 
-    means: list[torch.Tensor | None]
-    calls: list[torch.Tensor | None]
+    mean: torch.Tensor
+    calls: torch.Tensor
     """How many gradients are in it."""
-    due: list[torch.Tensor | None]
-    """Whether its step is kept."""
-
-
-def _choose(
-    leaf: torch.Tensor,
-    state: dict[str, Any],
-    mean: torch.Tensor,
-    calls: torch.Tensor,
-    due: torch.Tensor,
-    stepped: torch.Tensor,
-    entries: dict[str, Any],
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """A parameter and its state: after the step if it is due."""
-    after = {name: torch.where(due, x, state[name]) for name, x in entries.items()}
-    after[_CALLS] = torch.where(due, 0, calls)
-    after[_GRAD] = torch.where(due, 0, mean)
-    return torch.where(due, stepped, leaf), after
+    is_due: torch.Tensor
+    """Whether the step with it is kept."""
 
 
 def _nothing(leaf: torch.Tensor) -> dict[str, torch.Tensor]:

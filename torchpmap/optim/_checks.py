@@ -11,7 +11,10 @@ from torch.optim import Optimizer, SparseAdam
 
 from torchpmap._base.errors import kind_of
 from torchpmap._base.inexact import is_inexact
-from torchpmap._base.pytree import Node, Structure, open_node
+from torchpmap._base.pytree import Node, Structure, flatten, open_node
+
+Leaves = list[Any]
+"""One thing per parameter of a tree."""
 
 
 def params_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -33,6 +36,26 @@ def refuse(cls: type) -> None:
             "SparseAdam takes sparse gradients only, and mapped functions work on dense tensors. "
             "Use torch.optim.Adam."
         )
+
+
+def opened(
+    params: Any, grads: Any, state: Any, own: Sequence[str] = ()
+) -> tuple[Structure, Leaves, Leaves, Leaves]:
+    """The structure of ``params``, and its leaves; per leaf its gradient, and its state, which has
+    the names ``own``.  Raises unless they fit together.
+    """
+    leaves, structure = flatten(params)
+    check_params(leaves, structure)
+    given, states = subtrees(structure, grads, "grads"), subtrees(structure, state, "state")
+    for leaf, grad, entries, path in zip(leaves, given, states, structure.paths(), strict=True):
+        check_grad(grad, leaf, f"grads{path}")
+        check_state(entries, leaf, f"state{path}", own)
+    return structure, leaves, given, states
+
+
+def closed(structure: Structure, leaves: Leaves, states: Leaves) -> tuple[Any, Any]:
+    """The trees of parameters and of their state."""
+    return structure.unflatten(leaves), structure.unflatten(states)
 
 
 def subtrees(structure: Structure, tree: Any, name: str) -> list[Any]:
@@ -97,18 +120,15 @@ def refuse_sparse(grad: torch.Tensor, path: str) -> None:
         raise TypeError(f"{path} is sparse, expected a dense tensor: {path}.to_dense().")
 
 
-def check_state(entries: Any, leaf: Any, path: str) -> None:
+def check_state(entries: Any, leaf: Any, path: str, own: Sequence[str]) -> None:
     if not isinstance(entries, dict) and not (entries is None and leaf is None):
         raise TypeError(
             f"{path} is {kind(entries)}, expected the dict of one parameter's state. The order "
             "of arguments is update(grads, state, params), with a state from init or update."
         )
-
-
-def check_accumulated(entries: Any, leaf: Any, path: str, names: Sequence[str]) -> None:
-    if leaf is not None and not entries.keys() >= set(names):
+    if leaf is not None and not set(own) <= set(entries or ()):
         raise ValueError(
-            f"{path} has no {names[0]!r}. Pass a state that came from init or update of this very "
+            f"{path} has no {own[0]!r}. Pass a state that came from init or update of this very "
             "optimizer."
         )
 

@@ -26,6 +26,7 @@ from torchpmap._base.torch_internals import (
     num_modes,
 )
 from torchpmap.optim import _checks as checks
+from torchpmap.optim._checks import Leaves
 
 _SWITCHES = {"params", "foreach", "fused", "capturable", "differentiable"}
 _step_lock = threading.RLock()  # the flag behind is_compiling() is one per process
@@ -141,16 +142,20 @@ class FunctionalOptimizer:
             ValueError: structures, shapes or dtypes differ from those of ``params``.
             RuntimeError: derivatives would be lost, or the optimizer reads values under vmap.
         """
-        leaves, structure = flatten(params)
-        checks.check_params(leaves, structure)
-        grad_leaves = checks.subtrees(structure, grads, "grads")
-        states = checks.subtrees(structure, state, "state")
-        for leaf, grad, entries, path in zip(
-            leaves, grad_leaves, states, structure.paths(), strict=True
-        ):
-            checks.check_grad(grad, leaf, f"grads{path}")
-            checks.check_state(entries, leaf, f"state{path}")
-        inputs = (leaves, grad_leaves, states, hyperparameters)
+        structure, leaves, given, states = checks.opened(params, grads, state)
+        found = self._updated(structure, leaves, given, states, hyperparameters)
+        return checks.closed(structure, *found)
+
+    def _updated(
+        self,
+        structure: Structure,
+        leaves: Leaves,
+        grads: Leaves,
+        states: Leaves,
+        hyperparameters: dict[str, Any],
+    ) -> tuple[Leaves, Leaves]:
+        """``update`` of what ``checks.opened`` gives."""
+        inputs = (leaves, grads, states, hyperparameters)
         differentiable = self._hyperparameters.get("differentiable", False)
         if not differentiable:
             checks.refuse_lost_derivatives(tree_leaves(inputs))
@@ -174,8 +179,8 @@ class FunctionalOptimizer:
         if has_transforms():
             # vmap has in-place rules for few operations, and none that add a dim to their target.
             step = torch.func.functionalize(step)
-        new_leaves, new_states = step(*inputs)
-        return structure.unflatten(new_leaves), structure.unflatten(new_states)
+        found: tuple[Leaves, Leaves] = step(*inputs)
+        return found
 
     def _build(self, params: list[Any], structure: Structure) -> Optimizer:
         """The torch optimizer of these very tensors."""

@@ -7,10 +7,10 @@ too.  So calls cost nothing more when none is taken.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
+from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._plan import lower
 from torchpmap._plan.plan import defined
 from torchpmap._runtime.base import Runtime
@@ -20,49 +20,47 @@ from torchpmap.profiler._record import Recorder
 Label = Callable[..., str]
 
 
-@contextmanager
-def watching(recorder: Recorder, runtime: Runtime | None) -> Iterator[None]:
-    """Record what the controller does in the block; ``runtime``: None if there are no devices."""
-    replaced: list[tuple[Any, str, Any]] = []
+def watching(recorder: Recorder, runtime: Runtime | None) -> Replaced:
+    """A block in which what the controller does is recorded; ``runtime``: None if there are no
+    devices.
+    """
 
-    def replace(owner: Any, name: str, new: Any) -> None:
-        replaced.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, new)
+    def timed(label: Label, **details: Any) -> Callable[[Any], Any]:
+        def make(method: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(method)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with recorder.span(label(*args), **details):
+                    return method(*args, **kwargs)
 
-    def time_method(owner: type, name: str, label: Label, **details: Any) -> None:
-        method = vars(owner)[name]
+            return call
 
-        @functools.wraps(method)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with recorder.span(label(*args), **details):
-                return method(*args, **kwargs)
+        return make
 
-        replace(owner, name, timed)
+    def timed_execute(execute: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(execute)
+        def call(self: Any, team: Any, plan_id: int, *args: Any, **kwargs: Any) -> Any:
+            name = f"running {self.plan_name(plan_id)}" if self.runs_here else "sending a call"
+            with recorder.span(name, plan=defined.get(plan_id)) as span:
+                handles = execute(self, team, plan_id, *args, **kwargs)
+                span.seq = handles[0].seq if handles else 0
+                return handles
 
-    try:
-        time_method(Mapped, "_run_on_devices", lambda mapped, *_: f"call {mapped._options.name}")
-        replace(lower, "during", lambda name: recorder.span(f"tracing {name}", is_faked=True))
-        if runtime is not None:
-            kind = type(runtime)
-            for name, label in _LABELS.items():
-                time_method(kind, name, label, is_faked=name == "define")
-            replace(kind, "execute", _timed_execute(recorder, vars(kind)["execute"]))
-        yield
-    finally:
-        for owner, name, old in reversed(replaced):
-            setattr(owner, name, old)
+        return call
 
-
-def _timed_execute(recorder: Recorder, execute: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(execute)
-    def timed(self: Any, team: Any, plan_id: int, *args: Any, **kwargs: Any) -> Any:
-        name = f"running {self.plan_name(plan_id)}" if self.runs_here else "sending a call"
-        with recorder.span(name, plan=defined.get(plan_id)) as span:
-            handles = execute(self, team, plan_id, *args, **kwargs)
-            span.seq = handles[0].seq if handles else 0
-            return handles
-
-    return timed
+    mapped = timed(lambda mapped, *_: f"call {mapped._options.name}")
+    tracing = functools.partial(recorder.span, is_faked=True)
+    found = [
+        Replacement(Mapped, "_run_on_devices", mapped),
+        Replacement(lower, "during", lambda _: lambda name: tracing(f"tracing {name}")),
+    ]
+    if runtime is not None:
+        kind = type(runtime)
+        found += [
+            Replacement(kind, name, timed(label, is_faked=name == "define"))
+            for name, label in _LABELS.items()
+        ]
+        found.append(Replacement(kind, "execute", timed_execute))
+    return Replaced(found)
 
 
 _LABELS: dict[str, Label] = {

@@ -54,92 +54,89 @@ def _unit(key: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return uniform(key, shape, dtype)
 
 
-def _finished(value: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Apply the options of torch's factory functions that do not affect the numbers."""
-    if options.get("device") is not None:
-        value = value.to(options["device"])
-    if options.get("out") is not None:
-        return options["out"].copy_(value)
-    return value.requires_grad_() if options.get("requires_grad") else value
-
-
 # -- new tensors -----------------------------------------------------------------------------------
 
 
-def _factory(sample: _Sample) -> _Answer:
-    def answer(key_of: KeyOf, *size: Any, **options: Any) -> torch.Tensor:
-        if "size" in options:
-            size = (options.pop("size"),)
-        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-        dtype = options.pop("dtype", None) or torch.get_default_dtype()
-        key = key_of(options.pop("generator", None))
-        return _finished(sample(key, tuple(shape), dtype), options)
+def _new(sample: _Sample) -> _Answer:
+    """``sample(key, ...)``, with the options of torch that do not affect the numbers."""
+
+    def answer(
+        key_of: KeyOf,
+        *args: Any,
+        generator: Any = None,
+        device: Any = None,
+        out: torch.Tensor | None = None,
+        requires_grad: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        for name in ("layout", "pin_memory", "memory_format"):
+            options.pop(name, None)
+        value = sample(key_of(generator), *args, **options)
+        if device is not None:
+            value = value.to(device)
+        if out is not None:
+            return out.copy_(value)
+        return value.requires_grad_() if requires_grad else value
 
     return answer
+
+
+def _factory(sample: _Sample) -> _Answer:
+    def drawn(key: Any, *sizes: Any, size: Any = None, dtype: Any = None) -> torch.Tensor:
+        sizes = sizes if size is None else (size,)
+        shape = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+        return sample(key, tuple(shape), dtype or torch.get_default_dtype())
+
+    return _new(drawn)
 
 
 def _like(sample: _Sample) -> _Answer:
-    def answer(key_of: KeyOf, input: torch.Tensor, **options: Any) -> torch.Tensor:
-        dtype = options.pop("dtype", None) or input.dtype
-        key = key_of(options.pop("generator", None))
-        return _finished(sample(key, tuple(input.shape), dtype), options)
+    def drawn(key: Any, input: torch.Tensor, dtype: Any = None) -> torch.Tensor:
+        return sample(key, tuple(input.shape), dtype or input.dtype)
 
-    return answer
+    return _new(drawn)
 
 
 def _integers(key: torch.Tensor, shape: Any, dtype: torch.dtype, low: int, high: int) -> Any:
     return randint(key, shape, low, high, torch.int64).to(dtype)
 
 
-def _randint(key_of: KeyOf, *args: Any, **options: Any) -> torch.Tensor:
-    both = len(args) + ("size" in options) > 2 or "low" in options
+def _randint(key: Any, *args: Any, dtype: Any = None, **named: Any) -> torch.Tensor:
+    both = len(args) + len(named) > 2  # low and high
     given = dict(zip(("low", "high", "size") if both else ("high", "size"), args, strict=False))
-    given |= {name: options.pop(name) for name in ("low", "high", "size") if name in options}
-    dtype = options.pop("dtype", None) or torch.int64
-    key = key_of(options.pop("generator", None))
-    size = tuple(given["size"])
-    return _finished(_integers(key, size, dtype, given.get("low", 0), given["high"]), options)
+    given = {"low": 0} | given | named
+    return _integers(key, tuple(given["size"]), dtype or torch.int64, given["low"], given["high"])
 
 
-def _randint_like(key_of: KeyOf, input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    bounds = [*args, *(options.pop(name) for name in ("low", "high") if name in options)]
-    low, high = bounds if len(bounds) == 2 else (0, bounds[0])
-    dtype = options.pop("dtype", None) or input.dtype
-    key = key_of(options.pop("generator", None))
-    return _finished(_integers(key, tuple(input.shape), dtype, low, high), options)
+def _randint_like(
+    key: Any, input: torch.Tensor, *args: Any, dtype: Any = None, **named: Any
+) -> torch.Tensor:
+    return _randint(key, *args, dtype=dtype or input.dtype, size=input.shape, **named)
 
 
-def _randperm(key_of: KeyOf, n: int, **options: Any) -> torch.Tensor:
-    dtype = options.pop("dtype", None) or torch.int64
-    key = key_of(options.pop("generator", None))
-    return _finished(permutation(key, n).to(dtype), options)
+def _randperm(key: Any, n: int, dtype: Any = None) -> torch.Tensor:
+    return permutation(key, n).to(dtype or torch.int64)
 
 
 def _torch_normal(
-    key_of: KeyOf, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **options: Any
+    key: Any, mean: Any = 0.0, std: Any = 1.0, size: Any = None, dtype: Any = None
 ) -> torch.Tensor:
     parts = [x.detach() for x in (mean, std) if isinstance(x, torch.Tensor)]
     mean, std = (x.detach() if isinstance(x, torch.Tensor) else x for x in (mean, std))
     if size is None:
         size = torch.broadcast_shapes(*(x.shape for x in parts))
-    dtype = options.pop("dtype", None) or (parts[0].dtype if parts else torch.get_default_dtype())
-    key = key_of(options.pop("generator", None))
-    return _finished(_normal(key, tuple(size), dtype) * std + mean, options)
+    dtype = dtype or (parts[0].dtype if parts else torch.get_default_dtype())
+    return _bell(key, tuple(size), dtype, mean, std)
 
 
-def _torch_bernoulli(
-    key_of: KeyOf, input: torch.Tensor, p: Any = None, **options: Any
-) -> torch.Tensor:
-    key = key_of(options.pop("generator", None))
-    chance = input.detach() if p is None else p
-    return _finished(_coins(key, tuple(input.shape), input.dtype, chance), options)
+def _torch_bernoulli(key: Any, input: torch.Tensor, p: Any = None) -> torch.Tensor:
+    return _coins(key, tuple(input.shape), input.dtype, input.detach() if p is None else p)
 
 
 def _multinomial(
-    key_of: KeyOf, input: torch.Tensor, num_samples: int, replacement: bool = False, **options: Any
+    key: Any, input: torch.Tensor, num_samples: int, replacement: bool = False
 ) -> torch.Tensor:
-    key = key_of(options.pop("generator", None))
-    return _finished(picks(key, input.detach(), num_samples, replacement), options)
+    return picks(key, input.detach(), num_samples, replacement)
 
 
 def _of_rates(sample: _Sample) -> _Answer:
@@ -204,7 +201,7 @@ def _between(key: Any, shape: Any, dtype: Any, a: Any = 0.0, b: Any = 1.0, **nam
 
 
 def _bell(
-    key: torch.Tensor, shape: Any, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
+    key: torch.Tensor, shape: Any, dtype: torch.dtype, mean: Any = 0.0, std: Any = 1.0
 ) -> torch.Tensor:
     return _normal(key, shape, dtype) * std + mean
 
@@ -337,12 +334,12 @@ ANSWERS: dict[str, _Answer] = {
     "randn": _factory(_normal),
     "rand_like": _like(_unit),
     "randn_like": _like(_normal),
-    "randint": _randint,
-    "randint_like": _randint_like,
-    "randperm": _randperm,
-    "normal": _torch_normal,
-    "bernoulli": _torch_bernoulli,
-    "multinomial": _multinomial,
+    "randint": _new(_randint),
+    "randint_like": _new(_randint_like),
+    "randperm": _new(_randperm),
+    "normal": _new(_torch_normal),
+    "bernoulli": _new(_torch_bernoulli),
+    "multinomial": _new(_multinomial),
     "poisson": _of_rates(poisson),
     "_standard_gamma": _of_rates(gamma),
     "_sample_dirichlet": _of_rates(dirichlet),

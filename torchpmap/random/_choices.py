@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from torchpmap._base.boundary import boundary
 from torchpmap.random._continuous import (
     as_tensor,
     check_broadcast,
@@ -23,11 +22,12 @@ from torchpmap.random._threefry import (
     hashed_counts,
     one_key,
     random_bits,
+    sampler,
     static_shape,
 )
 
 
-@boundary
+@sampler
 def permutation(
     key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, independent: bool = False
 ) -> torch.Tensor:
@@ -38,7 +38,6 @@ def permutation(
     Backward: the inverse permutation.
 
     Args:
-        key: the key.
         x: how many numbers, or a tensor of at least one dim.
         axis: the dim along which rows change places.
         independent: whether each line along the dim is shuffled by itself, instead of all alike.
@@ -55,8 +54,6 @@ def permutation(
         >>> import torch, torchpmap as tp
         >>> tp.random.permutation(tp.random.key(0), 6).tolist()
         [0, 1, 5, 4, 3, 2]
-
-    Source: jax.random.permutation; checked in tests/random/test_random.py.
     """
     words = one_key("permutation", key)
     if isinstance(x, INTEGERS):
@@ -76,7 +73,7 @@ def permutation(
     return given.index_select(axis, order)
 
 
-@boundary
+@sampler
 def choice(
     key: torch.Tensor,
     a: int | torch.Tensor,
@@ -91,7 +88,6 @@ def choice(
     choice: (int64[2], any[n at axis]) -> any[*shape at axis]
 
     Args:
-        key: the key.
         a: how many numbers, or a tensor of at least one dim.
         shape: shape of the picks.
         replace: whether the same number or row may be picked again.
@@ -116,8 +112,6 @@ def choice(
         >>> coins = torch.tensor([1.0, 2.0, 5.0])
         >>> tp.random.choice(tp.random.key(0), coins, (4,), p=[0.1, 0.1, 0.8])
         tensor([1., 1., 5., 5.])
-
-    Source: jax.random.choice; checked in tests/random/test_random.py.
     """
     one_key("choice", key)
     shape = static_shape("choice", shape)
@@ -135,7 +129,7 @@ def choice(
     return rows.reshape((*values.shape[:axis], *shape, *values.shape[axis + 1 :]))
 
 
-@boundary
+@sampler
 def categorical(
     key: torch.Tensor,
     logits: torch.Tensor,
@@ -148,7 +142,6 @@ def categorical(
     categorical: (int64[2], float[*s, n]) -> int64[*shape]
 
     Args:
-        key: the key.
         logits: floating-point tensor; unnormalised logarithms of the probabilities along ``axis``.
         axis: the dim of the categories.
         shape: shape of the result: that of ``logits`` without ``axis`` (the default), perhaps with
@@ -169,8 +162,6 @@ def categorical(
         >>> logits = torch.tensor([0.1, 0.2, 0.7]).log()
         >>> tp.random.categorical(tp.random.key(0), logits, shape=(8,)).tolist()
         [1, 2, 2, 1, 2, 2, 2, 2]
-
-    Source: jax.random.categorical; checked in tests/random/test_random.py.
     """
     one_key("categorical", key)
     scores = as_tensor(logits, key)

@@ -8,21 +8,28 @@ twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array, wrong_dtype
-from torchpmap.random._threefry import Number, Words, one_key, rounded, static_shape, unit_interval
+from torchpmap.random._threefry import (
+    Number,
+    Words,
+    one_key,
+    rounded,
+    sampler,
+    static_shape,
+    unit_interval,
+)
 
 Limit: TypeAlias = Number | torch.Tensor
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-@boundary
+@sampler
 def uniform(
     key: torch.Tensor,
     shape: Sequence[int] = (),
@@ -36,9 +43,6 @@ def uniform(
     Backward: the derivatives of ``minval + u * (maxval - minval)``.
 
     Args:
-        key: the key.
-        shape: shape of the result.
-        dtype: float32, float64, float16 or bfloat16.
         minval: lower bound; a number, or a tensor that broadcasts to ``shape``.
         maxval: upper bound, likewise.
 
@@ -54,55 +58,11 @@ def uniform(
         >>> import torch, torchpmap as tp
         >>> tp.random.uniform(tp.random.key(0), (3,))
         tensor([0.9477, 0.9786, 0.3323])
-
-    Source: jax.random.uniform; checked in tests/random/test_random.py.
     """
-    words = one_key("uniform", key)
-    check_dtype("uniform", dtype)
-    shape = static_shape("uniform", shape)
-    return between("uniform", words, shape, dtype, minval, maxval)
+    return _unit("uniform", key, shape, dtype, minval, maxval)
 
 
-@boundary
-def normal(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Draw from the normal distribution of mean 0 and variance 1.
-
-    normal: int64[2] -> float[*shape]
-
-    ``mean + std * normal(key, shape)`` is differentiable in ``mean`` and ``std``.
-
-    Args:
-        key: the key.
-        shape: shape of the result.
-        dtype: float32, float64, float16 or bfloat16.
-
-    Returns:
-        The numbers, those of JAX but for rounding: in float32 within 4 units in the last place, in
-        float64 within a relative 2e-12. In float16 and bfloat16 they are equal, but may
-        differ in the last place where Inductor compiles them.
-
-    Raises:
-        TypeError: the dtype is not a float, or ``key`` is not a key.
-        ValueError: a negative size, or more than one key.
-
-    Example:
-        >>> import torch, torchpmap as tp
-        >>> tp.random.normal(tp.random.key(0), (3,))
-        tensor([ 1.6226,  2.0253, -0.4336])
-
-    Source: jax.random.normal; checked in tests/random/test_random.py.
-    """
-    words = one_key("normal", key)
-    check_dtype("normal", dtype)
-    shape = static_shape("normal", shape)
-    low = -1.0 + torch.finfo(dtype).eps / 2  # the number above -1
-    u = between("normal", words, shape, dtype, low, 1.0)
-    return _erfinv(u) * rounded(math.sqrt(2), dtype)
-
-
-@boundary
+@sampler
 def truncated_normal(
     key: torch.Tensor,
     lower: Limit,
@@ -116,7 +76,6 @@ def truncated_normal(
     Backward: into ``lower`` and ``upper``.
 
     Args:
-        key: the key.
         lower: lower limit; a number, or a tensor that broadcasts to ``shape``.
         upper: upper limit, likewise.
         shape: shape of the result; by default that of the limits, broadcast.
@@ -135,8 +94,6 @@ def truncated_normal(
         >>> import torch, torchpmap as tp
         >>> tp.random.truncated_normal(tp.random.key(0), -2.0, 2.0, (3,))
         tensor([ 1.4560,  1.7147, -0.4127])
-
-    Source: jax.random.truncated_normal; checked in tests/random/test_random.py.
     """
     words = one_key("truncated_normal", key)
     check_dtype("truncated_normal", dtype)
@@ -161,128 +118,155 @@ def truncated_normal(
     return torch.minimum(torch.maximum(drawn, first), last)
 
 
-@boundary
-def exponential(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Draw from the exponential distribution of rate 1.
+class _Sampler(Protocol):
+    def __call__(
+        self, key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor: ...
 
-    exponential: int64[2] -> float[*shape]
 
-    Args:
-        key: the key.
-        shape: shape of the result.
+_ARGS = """Args:
         dtype: float32, float64, float16 or bfloat16.
+
+    Returns:"""
+_RAISES = """Raises:
+        TypeError: the dtype is not a float, or ``key`` is not a key.
+        ValueError: a negative size, or more than one key.
+
+    Example:"""
+
+
+def _distribution(
+    uniform: Callable[[str, torch.Tensor, Sequence[int], torch.dtype], torch.Tensor],
+) -> Callable[[Callable[[torch.Tensor], torch.Tensor]], _Sampler]:
+    """Make a sampler of what turns uniform numbers into its numbers; its docstring gets the parts
+    that these samplers share.
+    """
+
+    def made(turned: Callable[[torch.Tensor], torch.Tensor]) -> _Sampler:
+        name = turned.__name__
+
+        def draw(
+            key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
+        ) -> torch.Tensor:
+            return turned(uniform(name, key, shape, dtype))
+
+        draw.__name__, draw.__qualname__ = name, name
+        first, *rest = (turned.__doc__ or "").split("\n", 1)
+        whole = "\n".join([first, "", f"    {name}: int64[2] -> float[*shape]", *rest])
+        whole = whole.replace("Returns:", "Args:\n\n    Returns:").replace("Example:", _RAISES)
+        draw.__doc__ = whole
+        return sampler(draw)
+
+    return made
+
+
+def _unit(
+    function: str,
+    key: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    minval: Limit = 0.0,
+    maxval: Limit = 1.0,
+) -> torch.Tensor:
+    words = one_key(function, key)
+    check_dtype(function, dtype)
+    return between(function, words, static_shape(function, shape), dtype, minval, maxval)
+
+
+def _signed(
+    function: str, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Uniform numbers between -1 and 1, of which neither occurs."""
+    check_dtype(function, dtype)
+    return _unit(function, key, shape, dtype, -1.0 + torch.finfo(dtype).eps / 2)
+
+
+def _positive(
+    function: str, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Uniform numbers that are never 0 but at least the smallest normal number."""
+    # JAX adds that number to all of them, but XLA folds the addition away, as float16 shows.
+    return _unit(function, key, shape, dtype).clamp_min(torch.finfo(dtype).tiny)
+
+
+@_distribution(_signed)
+def normal(u: torch.Tensor) -> torch.Tensor:
+    """Draw from the normal distribution of mean 0 and variance 1.
+
+    ``mean + std * normal(key, shape)`` is differentiable in ``mean`` and ``std``.
+
+    Returns:
+        The numbers, those of JAX but for rounding: in float32 within 4 units in the last place, in
+        float64 within a relative 2e-12. In float16 and bfloat16 they are equal, but may
+        differ in the last place where Inductor compiles them.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> tp.random.normal(tp.random.key(0), (3,))
+        tensor([ 1.6226,  2.0253, -0.4336])
+    """
+    return _erfinv(u) * rounded(math.sqrt(2), u.dtype)
+
+
+@_distribution(_unit)
+def exponential(u: torch.Tensor) -> torch.Tensor:
+    """Draw from the exponential distribution of rate 1.
 
     Returns:
         The numbers, those of JAX within 2 units in the last place.
-
-    Raises:
-        TypeError: the dtype is not a float, or ``key`` is not a key.
-        ValueError: a negative size, or more than one key.
 
     Example:
         >>> import torch, torchpmap as tp
         >>> tp.random.exponential(tp.random.key(0), (3,))
         tensor([2.9501, 3.8434, 0.4039])
-
-    Source: jax.random.exponential; checked in tests/random/test_random.py.
     """
-    return -torch.log1p(-_unit("exponential", key, shape, dtype, 0.0))
+    return -torch.log1p(-u)
 
 
-@boundary
-def gumbel(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+@_distribution(_positive)
+def gumbel(u: torch.Tensor) -> torch.Tensor:
     """Draw from the standard Gumbel distribution, whose density is ``exp(-x - exp(-x))``.
-
-    gumbel: int64[2] -> float[*shape]
-
-    Args:
-        key: the key.
-        shape: shape of the result.
-        dtype: float32, float64, float16 or bfloat16.
 
     Returns:
         The numbers, those of JAX (in its mode "low") but for rounding: in float32 within 5e-7,
         relative to numbers above 1.
 
-    Raises:
-        TypeError: the dtype is not a float, or ``key`` is not a key.
-        ValueError: a negative size, or more than one key.
-
     Example:
         >>> import torch, torchpmap as tp
         >>> tp.random.gumbel(tp.random.key(0), (3,))
         tensor([ 2.9234,  3.8326, -0.0969])
-
-    Source: jax.random.gumbel; checked in tests/random/test_random.py.
     """
-    return -torch.log(-torch.log(_positive("gumbel", key, shape, dtype)))
+    return -torch.log(-torch.log(u))
 
 
-@boundary
-def laplace(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+@_distribution(_signed)
+def laplace(u: torch.Tensor) -> torch.Tensor:
     """Draw from the Laplace distribution of mean 0 and scale 1.
-
-    laplace: int64[2] -> float[*shape]
-
-    Args:
-        key: the key.
-        shape: shape of the result.
-        dtype: float32, float64, float16 or bfloat16.
 
     Returns:
         The numbers, those of JAX within 2 units in the last place.
-
-    Raises:
-        TypeError: the dtype is not a float, or ``key`` is not a key.
-        ValueError: a negative size, or more than one key.
 
     Example:
         >>> import torch, torchpmap as tp
         >>> tp.random.laplace(tp.random.key(0), (3,))
         tensor([-2.2570, -3.1503,  0.4086])
-
-    Source: jax.random.laplace; checked in tests/random/test_random.py.
     """
-    check_dtype("laplace", dtype)
-    u = _unit("laplace", key, shape, dtype, -1.0 + torch.finfo(dtype).eps / 2)
     return torch.sign(u) * torch.log1p(-torch.abs(u))
 
 
-@boundary
-def logistic(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+@_distribution(_positive)
+def logistic(u: torch.Tensor) -> torch.Tensor:
     """Draw from the logistic distribution of mean 0 and scale 1.
-
-    logistic: int64[2] -> float[*shape]
-
-    Args:
-        key: the key.
-        shape: shape of the result.
-        dtype: float32, float64, float16 or bfloat16.
 
     Returns:
         The numbers, those of JAX but for rounding: in float32 within 5e-7, relative to numbers
         above 1.
 
-    Raises:
-        TypeError: the dtype is not a float, or ``key`` is not a key.
-        ValueError: a negative size, or more than one key.
-
     Example:
         >>> import torch, torchpmap as tp
         >>> tp.random.logistic(tp.random.key(0), (3,))
         tensor([ 2.8964,  3.8218, -0.6978])
-
-    Source: jax.random.logistic; checked in tests/random/test_random.py.
     """
-    u = _positive("logistic", key, shape, dtype)
     return torch.log(u) - torch.log1p(-u)
 
 
@@ -334,22 +318,6 @@ def as_tensor(value: Any, key: torch.Tensor) -> torch.Tensor:
         return value
     check_array(value, "an argument of torchpmap.random")
     return torch.as_tensor(value, device=key.device)
-
-
-def _unit(
-    function: str, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, minval: float
-) -> torch.Tensor:
-    words = one_key(function, key)
-    check_dtype(function, dtype)
-    return between(function, words, static_shape(function, shape), dtype, minval, 1.0)
-
-
-def _positive(
-    function: str, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    """Uniform numbers that are never 0 but at least the smallest normal number."""
-    # JAX adds that number to all of them, but XLA folds the addition away, as float16 shows.
-    return _unit(function, key, shape, dtype, 0.0).clamp_min(torch.finfo(dtype).tiny)
 
 
 def _check_order(function: str, name: str, low: Limit, other: str, high: Limit) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import dtype_name, wrong_dtype
 from torchpmap.random._continuous import as_tensor, between, check_broadcast
 from torchpmap.random._threefry import (
@@ -18,6 +17,7 @@ from torchpmap.random._threefry import (
     one_key,
     random_bits,
     rounded,
+    sampler,
     static_shape,
 )
 
@@ -27,7 +27,7 @@ _MIN64, _MAX64 = -(2**63), 2**63 - 1
 _RANGES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
-@boundary
+@sampler
 def bernoulli(
     key: torch.Tensor, p: float | torch.Tensor = 0.5, shape: Sequence[int] | None = None
 ) -> torch.Tensor:
@@ -36,7 +36,6 @@ def bernoulli(
     bernoulli: (int64[2], float) -> bool[*shape]
 
     Args:
-        key: the key.
         p: the probability; a number, or a floating-point tensor that broadcasts to ``shape``. The
             values of a tensor are not checked.
         shape: shape of the result; by default that of ``p``.
@@ -53,8 +52,6 @@ def bernoulli(
         >>> import torch, torchpmap as tp
         >>> tp.random.bernoulli(tp.random.key(0), 0.9, (4,))
         tensor([False, False,  True,  True])
-
-    Source: jax.random.bernoulli; checked in tests/random/test_random.py.
     """
     words = one_key("bernoulli", key)
     if isinstance(p, float):
@@ -74,7 +71,7 @@ def bernoulli(
     return between("bernoulli", words, shape, chances.dtype, 0.0, 1.0) < chances
 
 
-@boundary
+@sampler
 def rademacher(
     key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.int32
 ) -> torch.Tensor:
@@ -83,8 +80,6 @@ def rademacher(
     rademacher: int64[2] -> number[*shape]
 
     Args:
-        key: the key.
-        shape: shape of the result.
         dtype: a signed dtype.
 
     Returns:
@@ -98,8 +93,6 @@ def rademacher(
         >>> import torch, torchpmap as tp
         >>> tp.random.rademacher(tp.random.key(1), (5,)).tolist()
         [1, -1, 1, 1, -1]
-
-    Source: jax.random.rademacher; checked in tests/random/test_random.py.
     """
     if not (isinstance(dtype, torch.dtype) and dtype.is_signed):
         raise wrong_dtype("rademacher", dtype, "one that can hold -1")
@@ -108,7 +101,7 @@ def rademacher(
     return 2 * bernoulli(key, 0.5, shape).to(dtype) - 1
 
 
-@boundary
+@sampler
 def randint(
     key: torch.Tensor,
     shape: Sequence[int],
@@ -124,8 +117,6 @@ def randint(
     up to one part in 2**32 in the worst case.
 
     Args:
-        key: the key.
-        shape: shape of the result.
         minval: the smallest integer; a number, or an integer tensor that broadcasts to ``shape``.
         maxval: one more than the largest, likewise. Both bounds are clipped to the range of the
             dtype. Where a tensor ``maxval`` is not above ``minval``, the result is ``minval``.
@@ -143,8 +134,6 @@ def randint(
         >>> import torch, torchpmap as tp
         >>> tp.random.randint(tp.random.key(0), (6,), 1, 7).tolist()
         [2, 1, 3, 2, 6, 4]
-
-    Source: jax.random.randint; checked in tests/random/test_random.py.
     """
     words = one_key("randint", key)
     if dtype not in _RANGES:
@@ -174,9 +163,7 @@ class _Unsigned32:
 
     @staticmethod
     def multiply_add(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        # In halves: the product of two words would overflow int64.
-        upper = ((x * (y >> 16)) & MASK) << 16
-        return (upper + x * (y & 0xFFFF) + z) & MASK
+        return (x * y + z) & MASK  # a product that overflows int64 keeps its low bits
 
 
 class _Unsigned64:

@@ -8,13 +8,13 @@ from typing import SupportsIndex
 
 import torch
 
-from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import dtype_name, wrong_dtype
 from torchpmap.random._threefry import (
     MASK,
     hashed_counts,
     one_key,
     random_bits,
+    sampler,
     static_shape,
     threefry2x32,
 )
@@ -33,7 +33,7 @@ _INTEGERS = (
 _WIDTHS = {torch.uint8: 8, torch.uint16: 16, torch.uint32: 32, torch.uint64: 64}
 
 
-@boundary
+@sampler
 def key(
     seed: SupportsIndex | torch.Tensor, *, device: torch.device | str | None = None
 ) -> torch.Tensor:
@@ -69,8 +69,6 @@ def key(
         tensor([ 0, 42])
         >>> tp.random.uniform(tp.random.key(42))
         tensor(0.4887)
-
-    Source: jax.random.key; checked in tests/random/test_random.py.
     """
     if isinstance(seed, torch.Tensor):
         low = _integer("key", "seed", seed) & MASK
@@ -89,14 +87,13 @@ PRNGKey = key
 """JAX's older name of ``key``."""
 
 
-@boundary
+@sampler
 def split(key: torch.Tensor, num: int | Sequence[int] = 2) -> torch.Tensor:
     """Derive new keys from a key; the old one should not be used again.
 
     split: int64[2] -> int64[*num, 2]
 
     Args:
-        key: the key.
         num: how many new keys, or the shape of an array of them.
 
     Returns:
@@ -115,8 +112,6 @@ def split(key: torch.Tensor, num: int | Sequence[int] = 2) -> torch.Tensor:
         >>> draw = tp.pmap(lambda key: tp.random.randint(key, (), 0, 100))
         >>> draw(keys).tolist()
         [91, 22, 59, 67]
-
-    Source: jax.random.split; checked in tests/random/test_random.py.
     """
     words = one_key("split", key)
     if isinstance(num, Sequence):
@@ -133,7 +128,7 @@ def split(key: torch.Tensor, num: int | Sequence[int] = 2) -> torch.Tensor:
     return torch.stack(hashed_counts(words, shape), -1)
 
 
-@boundary
+@sampler
 def fold_in(key: torch.Tensor, data: SupportsIndex | torch.Tensor) -> torch.Tensor:
     """Derive the key that belongs to a number: a step, a layer, or the index of a device.
 
@@ -143,7 +138,6 @@ def fold_in(key: torch.Tensor, data: SupportsIndex | torch.Tensor) -> torch.Tens
     It depends on nothing but ``key`` and the index: not on how many devices there are.
 
     Args:
-        key: the key.
         data: an int from 0 to 2**32 - 1, or an integer tensor of shape (), of which the low 32 bits
             count.
 
@@ -163,8 +157,6 @@ def fold_in(key: torch.Tensor, data: SupportsIndex | torch.Tensor) -> torch.Tens
         ...     return x + tp.random.normal(tp.random.fold_in(key, tp.axis_index("i")))
         >>> tp.pmap(draw, "i", in_axes=(0, None))(torch.zeros(4), key).cpu()
         tensor([ 1.0040, -2.4425,  1.2956, -0.6219])
-
-    Source: jax.random.fold_in; checked in tests/random/test_random.py.
     """
     words = one_key("fold_in", key)
     if isinstance(data, torch.Tensor):
@@ -180,7 +172,7 @@ def fold_in(key: torch.Tensor, data: SupportsIndex | torch.Tensor) -> torch.Tens
     return torch.stack(threefry2x32(words, (zero, zero + number)))
 
 
-@boundary
+@sampler
 def bits(
     key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.uint32
 ) -> torch.Tensor:
@@ -189,8 +181,6 @@ def bits(
     bits: int64[2] -> uint[*shape]
 
     Args:
-        key: the key.
-        shape: shape of the result.
         dtype: uint8, uint16, uint32 or uint64. torch has few operations on the last three: convert
             with ``.to(torch.int64)`` to compute with them.
 
@@ -205,8 +195,6 @@ def bits(
         >>> import torch, torchpmap as tp
         >>> tp.random.bits(tp.random.key(0), (3,)).tolist()
         [4070199207, 4202968722, 1427181096]
-
-    Source: jax.random.bits; checked in tests/random/test_random.py.
     """
     words = one_key("bits", key)
     if dtype not in _WIDTHS:

@@ -18,18 +18,22 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from inspect import signature
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.context import assigned
 from torchpmap._base.errors import dtype_name
 
 MASK = 0xFFFFFFFF
 Words: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Number: TypeAlias = int | float
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -202,3 +206,24 @@ def static_shape(function: str, shape: Sequence[int]) -> tuple[int, ...]:
     if any(size < 0 for size in sizes):
         raise ValueError(f"{function}: got shape {sizes}, expected no negative size.")
     return sizes
+
+
+# -- what the public functions share ---------------------------------------------------------------
+
+_SHARED = {
+    "key": "the key.",
+    "shape": "shape of the result.",
+    "dtype": "float32, float64, float16 or bfloat16.",
+}
+
+
+def sampler(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A boundary; its docstring gets the arguments that it does not describe, and the source."""
+    doc, name = function.__doc__ or "", function.__name__
+    given = signature(function).parameters
+    left = (k for k in _SHARED if k in given and f"\n        {k}: " not in doc)
+    args = "".join(f"        {k}: {_SHARED[k]}\n" for k in left)
+    doc = doc.replace("    Args:\n", f"    Args:\n{args}", 1)
+    source = f"    Source: jax.random.{name}; checked in tests/random/test_random.py.\n    "
+    function.__doc__ = f"{doc.rstrip()}\n\n{source}"
+    return boundary(function)
