@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+import torchpmap as tp
 from torchpmap._base import config
 from torchpmap._base.config import Config, Settings
 
@@ -52,7 +53,7 @@ VALUES = {
     "num_devices": [0, True, 4.0],
     "device_type": ["tpu", ["cpu"]],
     "warm": [1, None],
-    "timeout": [-1, True, "2"],
+    "timeout": [0, -1, True, "2", float("nan"), float("inf"), 10**400, 1e300],
     "runtime": ["remote"],
 }
 
@@ -75,6 +76,13 @@ def test_bad_value(name, value, assigned):
         setattr(settings, name, value) if assigned else Config(**{name: value})
     assert str(info.value) == f"{name} {MUST[name]}, but got {value!r}."
     assert settings.snapshot() == before
+
+
+@pytest.mark.parametrize("value", VALUES["timeout"])
+def test_bad_timeout_of_a_function(value):
+    with pytest.raises(ValueError, match=r"^pmap: timeout ") as info:
+        tp.pmap(len, timeout=value)
+    assert str(info.value) == f"pmap: timeout {MUST['timeout']}, but got {value!r}."
 
 
 def test_assignment_beats_the_environment_which_is_read_late(monkeypatch):

@@ -1,6 +1,7 @@
 """Covers: _runtime/groups/kernel: C++ beside Python, on processes that no runtime started."""
 
 import fcntl
+import functools
 import hashlib
 import os
 import signal
@@ -182,13 +183,15 @@ def a_forked_child_reduces(compiled: bool, path: Path) -> float:
     return mine.sum().item()
 
 
-def one_gives_too_much(compiled: list[bool], path: Path) -> None:
+def one_gives_other_rows(compiled: list[bool], path: Path, rows: int, expected: int) -> None:
+    """All but rank 0 give ``rows`` to each, which expects ``expected``; rank 0 gives one."""
     group = fresh_group(path)
     use(compiled[group.rank() % 2])
     size = group.size()
-    each = 3 if group.rank() else 1
-    x, out = torch.zeros(each * size, 2), torch.zeros(size, 2)
-    group.all_to_all_single(out, x, [1] * size, [each] * size)
+    each = rows if group.rank() else 1
+    taken = [1] + [expected] * (size - 1)
+    x, out = torch.zeros(each * size, 2), torch.zeros(sum(taken), 2)
+    group.all_to_all_single(out, x, taken, [each] * size)
 
 
 def one_permutes(compiled: list[bool], path: Path) -> None:
@@ -212,7 +215,9 @@ def test_both_give_the_same_bits(run, dtype):
 
 
 @pytest.mark.parametrize("piece", [0, 3])
-@pytest.mark.parametrize("compiled", [(True, True, True), (True, False, True)], ids=str)
+@pytest.mark.parametrize(
+    "compiled", [(True, True, True), (True, False, True), (False, False, False)], ids=str
+)
 def test_a_rank_that_is_killed_in_the_middle(compiled, piece):
     with spmd(3) as run, pytest.raises(RuntimeError) as caught:
         run(one_is_killed, compiled, piece)
@@ -248,17 +253,21 @@ def test_signs_and_strides(run, compiled):
     assert results == [[[-size], [size - 1 - 1j], last]] * size
 
 
+MISMATCHES = {
+    "other operations": (one_permutes,
+        "rank 0 runs sum of torch.float32 x 4, but rank 1 permute of torch.float32 x 4. "
+        "All devices must run the same collectives in the same order."),
+    "too many rows": (functools.partial(one_gives_other_rows, rows=3, expected=1),
+        "rank 1 gives 24 bytes to rank 0 in all_to_all, but that one expects 8"),
+    "too few rows": (functools.partial(one_gives_other_rows, rows=1, expected=3),
+        "rank 1 gives 8 bytes to rank 0 in all_to_all, but that one expects 24"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "said"), MISMATCHES.values(), ids=MISMATCHES)
 @pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        (one_permutes, "rank 0 runs sum of torch.float32 x 4, but rank 1 permute of"),
-        (
-            one_gives_too_much,
-            "rank 1 gives 24 bytes to rank 0 in all_to_all, but that one expects",
-        ),
-    ],
+    "compiled", [(True, True), (False, True), (True, False), (False, False)], ids=str
 )
-@pytest.mark.parametrize("compiled", [(True, True), (False, True), (True, False)], ids=str)
 def test_mismatches_are_found(run, compiled, function, said, tmp_path):
     with pytest.raises(RuntimeError) as caught:
         run(function, compiled, tmp_path)

@@ -246,9 +246,10 @@ def test_init_with_other_devices_starts_a_new_pool():
         lambda x: tp.device_put_sharded([x], tp.devices()[:1]),
         lambda x: tp.device_put_replicated(x, tp.devices()[:1]),
         lambda x: tp.init(3),
+        lambda x: tp.resize(3),
         lambda x: tp.shutdown(),
     ],
-    ids=["replicate", "device_put", "sharded", "replicated", "init", "shutdown"],
+    ids=["replicate", "device_put", "sharded", "replicated", "init", "resize", "shutdown"],
 )
 def test_devices_are_chosen_outside_of_mapped_functions(use, mode):
     tp.init(2)

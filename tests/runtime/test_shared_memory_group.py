@@ -4,7 +4,6 @@ processes that no runtime started.
 
 import fcntl
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +25,6 @@ from torchpmap._runtime.groups.shared_memory import (
     _Memory,
     connect,
 )
-from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup
 
 pytestmark = pytest.mark.cpu_only("GPUs do not exchange data through shared memory")
 
@@ -122,13 +120,6 @@ def uneven(width: int) -> torch.Tensor:
     return _c10d.wait_tensor(_c10d.all_to_all_single(x, taken, sent, GROUP))
 
 
-def uneven_that_does_not_fit() -> None:
-    _, size = me()
-    x = torch.zeros(size, 2)
-    taken = [1] * (size - 1) + [3]
-    _c10d.wait_tensor(_c10d.all_to_all_single(x, taken, [1] * size, GROUP))
-
-
 def permutes(sizes: Any) -> list[torch.Tensor]:
     """Rank r gives to rank r + 1; the last gives to none, and the first gets nothing."""
     rank, size = me()
@@ -150,15 +141,6 @@ def sum_in_a_derivative() -> bool:
     return total.requires_grad
 
 
-def one_does_something_else() -> None:
-    rank, size = me()
-    x = torch.zeros(4)
-    if rank == 0:
-        _c10d.all_gather_into_tensor(x, size, GROUP)
-    else:
-        _c10d.all_reduce(x, "sum", GROUP)
-
-
 def disagreements(rounds: int) -> list[bool]:
     """Of numbers of which one in three differs, each followed by an exchange as messages are."""
     rank, size = me()
@@ -170,25 +152,6 @@ def disagreements(rounds: int) -> list[bool]:
         theirs = _c10d.wait_tensor(_c10d.all_gather_into_tensor(mine, size, GROUP))
         assert theirs[:, 0].tolist() == list(range(size))
     return agreed
-
-
-def last_is_killed() -> None:
-    rank, size = me()
-    if rank == size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    _c10d.all_reduce(torch.zeros(4), "sum", GROUP)
-
-
-def last_lets_go() -> str:
-    rank, size = me()
-    group = _resolve_process_group(GROUP)
-    assert isinstance(group, SharedMemoryGroup)
-    if rank == size - 1:
-        group.meeting.abort()
-        return ""
-    with pytest.raises(RuntimeError) as caught:
-        _c10d.all_reduce(torch.zeros(4), "sum", GROUP)
-    return str(caught.value)
 
 
 def product() -> None:
@@ -287,7 +250,7 @@ def test_without_shared_memory(willing):
         assert all((a == b).all() for a, b in zip(*run(exchanges, "all_gather"), strict=True))
 
 
-# --- what goes wrong ------------------------------------------------------------------------------
+# --- what goes wrong (with C++ and Python: test_kernel.py) ----------------------------------------
 
 
 def test_reductions_it_does_not_know(run):
@@ -295,40 +258,9 @@ def test_reductions_it_does_not_know(run):
         run(product)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_do_different_things(size):
-    with spmd(size) as run, pytest.raises(RuntimeError) as caught:
-        run(one_does_something_else)
-    assert (
-        "CollectiveMismatch: rank 0 runs all_gather of torch.float32 x 4, but rank 1 sum of "
-        "torch.float32 x 4. All devices must run the same collectives in the same order."
-    ) in str(caught.value)
-
-
 def test_ranks_that_disagree_go_on():
     with spmd(6) as run:
         assert run(disagreements, 50) == [[True, True, False] * 50] * 6
-
-
-def test_rows_that_one_gives_and_the_other_does_not_expect():
-    with spmd(2) as run, pytest.raises(RuntimeError) as caught:
-        run(uneven_that_does_not_fit)
-    assert (
-        "CollectiveMismatch: rank 1 gives 8 bytes to rank 0 in all_to_all, but that one expects 24"
-    ) in str(caught.value)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_that_lets_go(size):
-    with spmd(size) as run:
-        *others, _ = run(last_lets_go)
-    assert set(others) == {"process group: another process has left it, or it was cut"}
-
-
-def test_a_rank_that_is_killed():
-    with spmd(3) as run, pytest.raises(RuntimeError) as caught:
-        run(last_is_killed)
-    assert str(caught.value).count("GroupLost: process group: another process of it has ended") == 2
 
 
 # --- the parts ------------------------------------------------------------------------------------

@@ -354,13 +354,16 @@ def test_fake_kernel_in_a_loop(loop, unharmed):
         f(LIES["shape"][0], x).tolist()
 
 
-def test_fake_kernel_that_lies_about_strides():
+@pytest.mark.parametrize(
+    "compile", [{"backend": "aot_eager"}, pytest.param(True, marks=pytest.mark.inductor)]
+)
+def test_fake_kernel_that_lies_about_strides(compile):
     """Only compiled code relies on them."""
     x = torch.arange(8.0).reshape(2, 4)
     expected = torch.stack([x, x], 1) + 1
     assert torch.equal(tp.pmap(lambda x: in_columns(x) + 1, compile=EAGER)(x).cpu(), expected)
     with pytest.raises(RuntimeError, match=r"strides \[1, 2\].*promises .*strides \[4, 1\]"):
-        tp.pmap(lambda x: in_columns(x) + 1, compile={"backend": "aot_eager"})(x).tolist()
+        tp.pmap(lambda x: in_columns(x) + 1, compile=compile)(x).tolist()
 
 
 def test_fetch_of_another_kind_is_refused(unharmed):

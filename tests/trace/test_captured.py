@@ -9,6 +9,7 @@ from _spies import asked
 from _support import EAGER
 
 import torchpmap as tp
+from torchpmap._trace import trace
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -272,7 +273,10 @@ def test_batch_norm(mode):
     )
 
 
-def test_gradients_left_behind_raise():
+@pytest.mark.parametrize("is_on_a_gpu", [False, True])
+def test_gradients_left_behind_raise(is_on_a_gpu, monkeypatch):
+    if is_on_a_gpu:
+        monkeypatch.setattr(trace, "needs_leaves", lambda device: True)
     w = torch.nn.Parameter(torch.ones(2))
 
     def f(x):
