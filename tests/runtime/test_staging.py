@@ -10,10 +10,10 @@ import threading
 
 import pytest
 import torch
+from _platforms import Lagging
 from _support import EAGER, eagerly, pool_with, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap._base.lagging import Lagging
 from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.local import staging
 from torchpmap._runtime.local.staging import GONE, STAGED_BYTES, TAKEN, Staged, Staging

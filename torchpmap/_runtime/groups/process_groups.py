@@ -44,7 +44,6 @@ from torchpmap._base.torch_groups import (
 from torchpmap._base.tracebacks import CAUSE, CONTEXT, MEMBERS, TRACE
 from torchpmap._runtime.groups.shared_memory import Meeting, Occasion, Peers, connect
 from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup, described
-from torchpmap._runtime.groups.through_host import ThroughHost
 from torchpmap._runtime.sockets import connected, open_sockets
 
 RankTuple = tuple[int, ...]
@@ -210,7 +209,7 @@ class Groups:
         if self._device.type != "cpu":
             kind = self._platform.collectives
             add_backend(group, self._device.type, kind, device or gloo, is_default=True)
-        return ThroughHost(group) if self._platform.meets_on_host else group
+        return self._platform.through(group)
 
     def abort(self, epoch: int) -> None:
         """Free this rank from any collective up to ``epoch``; a late order for an older epoch does
