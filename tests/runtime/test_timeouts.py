@@ -1,4 +1,4 @@
-"""Covers: _runtime/local/limits.py, _runtime/local/triage.py: calls that may take only so long
+"""Covers: _runtime/local/watch.py, _runtime/local/stacks.py: calls that may take only so long
 (whatever their ranks do: tests/faults/test_hangs.py).
 """
 
@@ -10,7 +10,7 @@ import torch
 from _support import EAGER, LAGS, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap._runtime.local.triage import Sight, described
+from torchpmap._runtime.local.stacks import Sight, described
 
 pytestmark = [pytest.mark.usefixtures("pool"), pytest.mark.parametrize("pool", [2], indirect=True)]
 

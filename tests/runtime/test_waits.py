@@ -1,6 +1,6 @@
 """Covers: that every wait of the local runtime ends, whatever a worker, the fork server, a thread
 of ours or the operating system does: _runtime/local/pool.py, _runtime/local/crew.py, forkserver.py,
-_runtime/local/lookout.py.
+_runtime/local/watch.py.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from _support import (
 )
 
 import torchpmap as tp
-from torchpmap._runtime.local import forkserver, vigil
+from torchpmap._runtime.local import forkserver, waits
 from torchpmap._runtime.local import output as _output
 from torchpmap._runtime.local import pool as _pool
 from torchpmap._runtime.local.forkserver import command, server
@@ -98,7 +98,7 @@ WAITS = {
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_a_stopped_worker_is_ended(wait, monkeypatch):
-    monkeypatch.setattr(vigil, "STOPPED_S", 0.2)
+    monkeypatch.setattr(waits, "STOPPED_S", 0.2)
     with lives_on(1) as (pids, _):
         os.kill(pids[0], signal.SIGSTOP)
         with pytest.raises(tp.WorkerDied, match=r"had been stopped for .* while it was waited for"):
@@ -106,7 +106,7 @@ def test_a_stopped_worker_is_ended(wait, monkeypatch):
 
 
 def test_a_stopped_worker_that_no_call_waits_for_lives(monkeypatch):
-    monkeypatch.setattr(vigil, "STOPPED_S", 0.0)
+    monkeypatch.setattr(waits, "STOPPED_S", 0.0)
     with lives_on(0, 1) as (pids, _):
         monitor = running_pool().monitor
         os.kill(pids[0], signal.SIGSTOP)
@@ -172,7 +172,7 @@ def test_an_exception_does_not_wait_for_a_rank_that_cannot_be_cancelled(tmp_path
 
 
 def test_a_user_is_told_who_is_waited_for(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(vigil, "_SLOW_S", 0.1)
+    monkeypatch.setattr(waits, "_SLOW_S", 0.1)
     gate = tmp_path / "open"
     pids = worker_pids(2)
     said = []

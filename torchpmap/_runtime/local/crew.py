@@ -42,7 +42,7 @@ class Crew:
         config: Config,
         *,
         on_event: Callable[[Event], None],
-        on_tick: Callable[[], None],
+        on_tick: Callable[[], float],
         on_crash: Callable[[BaseException], None],
     ) -> None:
         self._devices = devices
@@ -103,6 +103,10 @@ class Crew:
     def _start(self, worker: WorkerProcess) -> None:
         worker.start(lambda: self._is_wanted)
         self.monitor.watch(worker)
+
+    def name(self, rank: int) -> str:
+        """A worker in messages."""
+        return f"{self._devices[rank]} (rank {rank}, pid {self.workers[rank].pid})"
 
     def replace(self, rank: int, send_lock: threading.RLock) -> None:
         """Put a new worker in the place of a dead one; may be tried again if it raises."""

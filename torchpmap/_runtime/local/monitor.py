@@ -34,7 +34,10 @@ from torchpmap._runtime.local.process import WorkerProcess
 from torchpmap._runtime.local.reentry import MONITOR
 from torchpmap._runtime.local.supervise import Drained, Event, Exited, Failed, Ready
 
-_TICK_S = 0.5
+_BEGIN_S = 0.5
+"""How long its owner has to get ready."""
+_EXIT_S = 0.5
+"""How long the fork server may take to say how a worker has ended."""
 _PIPE_READS = 16
 """More reads than empty a full pipe, unless its writer goes on."""
 _JOIN_S = 1.0
@@ -107,11 +110,11 @@ class Monitor:
         devices: Sequence[Device],
         *,
         on_event: Callable[[Event], None],
-        on_tick: Callable[[], None],
+        on_tick: Callable[[], float],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        """``on_tick`` is called twice a second; ``on_crash`` with an unexpected exception, which
-        ends the thread.
+        """``on_tick`` is called now and then, and tells after how many seconds again; ``on_crash``
+        with an unexpected exception, which ends the thread.
         """
         self.pending: dict[int, Pending] = {}
         """Requests by seq: callers add, the monitor removes; guarded by the interpreter (single
@@ -125,7 +128,7 @@ class Monitor:
         self._on_event = on_event
         self._on_tick = on_tick
         self._on_crash = on_crash
-        self._next_tick = time.monotonic() + _TICK_S
+        self._next_tick = time.monotonic() + _BEGIN_S
         self._commands: list[
             Callable[[], None]
         ] = []  # appended by any thread, run and cleared by the monitor
@@ -214,13 +217,12 @@ class Monitor:
                 source, worker = key.data
                 source(worker)
         if time.monotonic() >= self._next_tick:
-            self._next_tick = time.monotonic() + _TICK_S
             for worker, patience in tuple(self._gone_since.items()):
                 if patience.passed:
                     self._bury(worker, None)
             for act in self._printer.overdue():
                 act()
-            self._on_tick()
+            self._next_tick = time.monotonic() + self._on_tick()
 
     def _is_watched(self, key: selectors.SelectorKey) -> bool:
         """Whether this registration still holds: a descriptor's number may be used again."""
@@ -371,7 +373,7 @@ class Monitor:
         """The worker has ended; the fork server reports its exit code next."""
         self._selector.unregister(worker.pidfd)
         if worker.exit_pipe in self._selector.get_map():
-            self._gone_since[worker] = Deadline(_TICK_S)
+            self._gone_since[worker] = Deadline(_EXIT_S)
         else:
             self._bury(worker, None)
 

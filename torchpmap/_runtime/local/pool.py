@@ -30,8 +30,6 @@ from torchpmap._base.errors import RuntimeClosed
 from torchpmap._runtime import wire
 from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._runtime.local.crew import Crew
-from torchpmap._runtime.local.limits import Limits
-from torchpmap._runtime.local.lookout import Lookout
 from torchpmap._runtime.local.losses import Era, Losses, exception_of, given_up
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.outbox import Outbox, wait_for_room
@@ -46,18 +44,16 @@ from torchpmap._runtime.local.supervise import (
     Drain,
     Event,
     Exited,
-    Failed,
     Impatient,
     Kill,
-    Overdue,
     Phase,
     Regroup,
     Respawn,
     StillDraining,
-    Stopped,
     Supervisor,
     Verdict,
 )
+from torchpmap._runtime.local.watch import Watch
 from torchpmap._runtime.wire import frame
 
 T = TypeVar("T")
@@ -71,6 +67,11 @@ _LOOK_MS = 1000
 _ROOM_MS = 50
 """The same where a failure does not wake it."""
 _SALVAGE = "torchpmap.resize with the other devices, called next, keeps their values."
+_REPAIR = (
+    "it finishes the calls sent before another device failed",
+    "it starts, or connects to the others",
+)
+"""What a rank does that a repair waits for: first, and then."""
 _WAITS_FOR = ("starting the workers", "waiting for the devices after a failure")
 
 
@@ -125,19 +126,12 @@ class Pool:
             on_tick=self._on_tick,
             on_crash=self._on_crash,
         )
-        self._lookout = Lookout(self._devices, self._crew, self.outbox)
+        self._watch = Watch(self._crew, self._supervisor)
         self.workers = self._crew.workers
         self.landing = self._crew.landing
         self.monitor = self._crew.monitor
         self._progress = self._crew.progress
-        self.limits = Limits(
-            self._devices,
-            self.workers,
-            self._has_ended,
-            self.monitor.withhold,
-            self._on_overdue,
-            lambda: self._supervisor.epoch,
-        )
+        self.limit = self._watch.limit
         self._actions.put(Regroup(1))
 
     # -- sending -----------------------------------------------------------------------------------
@@ -288,35 +282,27 @@ class Pool:
         self.monitor.interrupt_all()
         self._progress.ring()
 
-    def _on_tick(self) -> None:
-        """Look at calls and workers that take long (monitor thread)."""
+    def _on_tick(self) -> float:
+        """Look at calls and workers that take long; when to do it again (monitor thread)."""
         now = time.monotonic()
         if now >= self._drain_begin:
             self._on_event(StillDraining(now - self._drain_begin, self._progress.begun()))
-        if self._supervisor.phase in (Phase.HEALTHY, Phase.DRAINING):
-            self.limits.on_tick(now)
-        for rank in self._stopped_ranks():
-            self._on_event(Stopped(rank))
+        for event in self._watch.look(self._awaited()):
+            self._on_event(event)
         self._tick()
+        return self._watch.pause_s
 
-    def _has_ended(self, seq: int, ranks: Sequence[int]) -> bool:
-        """Whether none of ``ranks`` is at a command up to ``seq`` any more."""
-        ended = self._supervisor.has_ended
-        return all(self._progress[rank] >= seq or ended(rank) for rank in ranks)
-
-    def _on_overdue(self, failure: Failed, epoch: int) -> None:
-        """A call took too long (any thread)."""
-        self.monitor.soon(lambda: self._on_event(Overdue(failure, epoch)))
+    def _awaited(self) -> dict[int, str]:
+        """The ranks that a thread waits for, and what each does."""
+        if not self.broken:
+            return self._watch.awaited(self.outbox.blocked)
+        starts = self._supervisor.phase is Phase.REBUILDING
+        is_awaited = self._repair_in_progress is not None
+        return dict.fromkeys(self._supervisor.unsettled() if is_awaited else (), _REPAIR[starts])
 
     def give_up(self, pending: Pending, ranks: Sequence[int], name: str) -> None:
         """End what ranks do for a request whose caller was interrupted, unless it has ended."""
         self.monitor.give_up(pending.seq, given_up(pending.seq, ranks[0], name))
-
-    def _stopped_ranks(self) -> list[int]:
-        if not self.broken:
-            return self._lookout.after_calls()
-        is_awaited = self._repair_in_progress is not None
-        return self._lookout.after_repair(self._supervisor) if is_awaited else []
 
     def repair(self, wanted: int | None = None) -> None:
         """Wait until the pool works; raises if it is closed.
@@ -333,7 +319,6 @@ class Pool:
                 if not self.broken:
                     return
                 self._crew.begin()
-                self.limits.begin()
                 repair = self._repair_in_progress = Repair(self._run, self._hurry)
                 try:
                     repair.start()
@@ -422,7 +407,7 @@ class Pool:
     def _resume(self, verdict: Verdict) -> None:
         self.losses.note(verdict, self._completed)
         self._completed.clear()
-        self.limits.clear()
+        self._watch.clear()
         self._on_repaired({death.rank for death in verdict.deaths})
         with self._state_lock:  # there may be a new failure already
             self.broken = self._supervisor.phase is not Phase.HEALTHY or bool(self.closed_because)
@@ -461,7 +446,6 @@ class Pool:
     def _end(self, because: str) -> None:
         self.stop(because)
         self._actions.put(Regroup(0))  # wakes the thread that repairs
-        self.limits.close()
         self._crew.end()
         self.outbox.drop()
         self._closed.set()

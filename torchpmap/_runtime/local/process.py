@@ -18,7 +18,13 @@ from collections.abc import Callable
 
 from torchpmap._base.config import Config
 from torchpmap._base.deadline import Deadline
-from torchpmap._runtime.local.forkserver import EXIT_CODE, Inheritance, explained, server
+from torchpmap._runtime.local.forkserver import (
+    EXIT_CODE,
+    Inheritance,
+    explained,
+    process_state,
+    server,
+)
 from torchpmap._runtime.local.progress import Progress
 from torchpmap._runtime.local.staging import Landing, Staging
 
@@ -91,10 +97,18 @@ class WorkerProcess:
         """Whether ``close`` has not been called."""
         return self.socket.fileno() >= 0
 
-    def kill(self) -> None:
+    @property
+    def state(self) -> str:
+        """As in ``/proc/PID/stat``; "" if unknown."""
+        return "" if self.pid is None else process_state(self.pid)
+
+    def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(OSError):  # it has ended
             if self.pidfd >= 0:
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
 
     def hang_up(self) -> None:
         """Let the worker end after the commands it was sent (a frame that says so would have to

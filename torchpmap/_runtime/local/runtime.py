@@ -142,7 +142,7 @@ class LocalRuntime:
         if self._limited or self.timeout is not None:
             limit = self._plans.limit_of(plan_id, self.timeout)
             if limit is not None:
-                pool.limits.add(seq, team.ranks, *limit)
+                pool.limit(seq, team.ranks, *limit)
         freed: list[int] = []
         try:
             take(team.released, freed)
@@ -247,7 +247,7 @@ class LocalRuntime:
         seq, first = self._number(wire.TASK_OUTPUTS)
         sent.append((self._pool.expect(seq, team.ranks, f"it runs {task.name}"), first))
         if task.timeout is not None:
-            self._pool.limits.add(seq, team.ranks, task.timeout, task.name)
+            self._pool.limit(seq, team.ranks, task.timeout, task.name)
         bodies: dict[bool, bytes] = {}
         frames: dict[int, bytes] = {}
         for rank in team.ranks:

@@ -30,7 +30,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchpmap._runtime.local.vigil import STOPPED_S
+from torchpmap._runtime.local.waits import STOPPED_S
 
 _GRACE_S = 1.0
 """How long a rank may go on with a call that a failure elsewhere has poisoned."""
@@ -322,6 +322,11 @@ class Supervisor:
         if stuck and self._drained_for >= patience:
             actions.append(Kill(stuck, _STUCK))
         return actions
+
+    @property
+    def runs_calls(self) -> bool:
+        """Whether ranks may be at calls."""
+        return self.phase in (Phase.HEALTHY, Phase.DRAINING)
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank is known to run nothing that was sent before the failure."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
+import functools
 import linecache
 import multiprocessing.util
 import os
@@ -37,7 +37,7 @@ import socket
 import struct
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn
@@ -59,7 +59,8 @@ from torchpmap._runtime.local.birth import (
     kill_children,
     redirect_output,
 )
-from torchpmap._runtime.local.progress import WorkerProgress
+from torchpmap._runtime.local.progress import AT, COMPILES, FUNCTION, HOST, WorkerProgress
+from torchpmap._runtime.local.stacks import answer
 from torchpmap._runtime.local.staging import Staged
 from torchpmap._runtime.local.values import Values
 from torchpmap._runtime.task import Task, Work
@@ -143,6 +144,8 @@ class _Worker:
         self.values = Values(self.platform, device, self.where, self.staged, self.landed)
         self.store_path = birth.store.path()
         self.progress = WorkerProgress(birth.rank, birth.progress, birth.bell)
+        self.stacks = birth.stacks.fd
+        device_at, host_at = map(self.progress.number, (AT, HOST))
         sock = birth.command.socket()
         self.stream = Stream(sock)
         self.reporting = threading.Lock()
@@ -153,8 +156,10 @@ class _Worker:
         self.completion: Completion | None = None
         if self.platform.is_asynchronous:
             self.completion = Completion(
-                self.platform, lambda: groups.is_aborted, self.progress.note, self.fail_late
+                *(self.platform, lambda: groups.is_aborted, self.progress.note, self.fail_late),
+                begin=functools.partial(device_at.__setitem__, 0),
             )
+        self.at = device_at if self.completion is None else host_at
         self.reader = FrameReader(sock)
         self.doing = "starting"
         self.executor = Executor(
@@ -179,7 +184,7 @@ class _Worker:
         }
         torch.set_grad_enabled(False)
         done = self.progress.note if self.completion is None else self.launched
-        reader = self.reader
+        reader, at = self.reader, self.at
         while True:
             length, kind, seq = reader.header()
             handler = handlers.get(kind)
@@ -189,6 +194,7 @@ class _Worker:
             if self.failed and kind not in _HARMLESS:
                 self.skip(kind, length)
                 continue
+            at[0] = seq
             try:
                 try:
                     handler(seq, length)
@@ -269,7 +275,21 @@ class _Worker:
 
     # -- rare frames -------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """A block whose time is not that of a call."""
+        compiles = self.progress.number(COMPILES)
+        compiles[0] = True
+        try:
+            yield
+        finally:
+            compiles[0] = False
+
     def define(self, seq: int, length: int) -> None:
+        with self.compiling():
+            self.defined(seq, length)
+
+    def defined(self, seq: int, length: int) -> None:
         self.doing = "receiving a plan"
         definition: Definition = pickle.loads(self.reader.body(length))
         doing = f"compiling {definition.name}"
@@ -283,7 +303,7 @@ class _Worker:
     def begin(self, seq: int, doing: str) -> None:
         """From here on the command may be cancelled, until its reply."""
         self.doing = doing
-        self.progress.begin(seq)
+        self.progress.number(FUNCTION)[0] = seq
         self.running = seq
         if seq >= self.cancelled_from:
             self.interrupt()
@@ -310,7 +330,7 @@ class _Worker:
 
     def load(self, seq: int, length: int) -> None:
         self.doing = "importing the compiler"
-        with contextlib.suppress(Exception):  # compiling reports what is wrong
+        with contextlib.suppress(Exception), self.compiling():  # a plan reports what is wrong
             import_inductor()
 
     def forget(self, seq: int, length: int) -> None:
@@ -392,6 +412,8 @@ class _Worker:
         epoch, groups = pickle.loads(body)
         if self.completion is not None:
             self.completion.renew()
+        for kind in (AT, HOST):  # what has failed is not noted as done
+            self.progress.number(kind)[0] = 0
         self.failed = self.was_cancelled = False
         self.cancelled_from, self.epoch_begin = _NEVER, seq
         self.bodies.clear()  # the controller sends them again
@@ -426,12 +448,12 @@ class _Worker:
             self.was_cancelled = True
             raise CallCancelled
 
-    def describe(self) -> bytes:
-        """What the main thread does (control thread)."""
+    def describe(self) -> None:
+        """Say what the main thread does (control thread)."""
         seq, doing = self.running, self.doing
         if not seq and self.completion is not None and self.completion.current is not None:
             seq, doing, *_ = self.completion.current
-        return json.dumps({"seq": seq, "doing": doing, "waits": self.groups.waits()}).encode()
+        answer(self.stacks, seq, doing, self.groups.waits())
 
     def forsake(self) -> None:
         """In a child that a call has forked: it may work on, but not as this worker."""
@@ -463,6 +485,4 @@ def _listen(control: socket.socket, worker: _Worker) -> NoReturn:
         elif kind == wire.CANCEL:
             worker.cancel(value)
         elif kind == wire.DUMP:
-            body = worker.describe()
-            with contextlib.suppress(OSError):
-                control.send(wire.CONTROL.pack(value, len(body)) + body, wire.NO_WAIT)
+            worker.describe()
