@@ -14,6 +14,7 @@ that is held while a thread waits.  Callers rely on it to end their waits.  If i
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import selectors
 import socket
@@ -27,17 +28,19 @@ from torchpmap._base.devices import Device
 from torchpmap._base.ending import surely
 from torchpmap._base.errors import pack_exception
 from torchpmap._runtime import wire
-from torchpmap._runtime.local.inbox import Inbox
 from torchpmap._runtime.local.losses import Era
 from torchpmap._runtime.local.output import Lines, Printer
 from torchpmap._runtime.local.process import WorkerProcess
 from torchpmap._runtime.local.reentry import MONITOR
 from torchpmap._runtime.local.supervise import Drained, Event, Exited, Failed, Ready
+from torchpmap._runtime.wire import FrameReader
 
 _BEGIN_S = 0.5
 """How long its owner has to get ready."""
 _EXIT_S = 0.5
 """How long the fork server may take to say how a worker has ended."""
+_TURN_BYTES = 1 << 20
+"""How many bytes of answers are read before it is the turn of another worker."""
 _PIPE_READS = 16
 """More reads than empty a full pipe, unless its writer goes on."""
 _JOIN_S = 1.0
@@ -79,12 +82,19 @@ class Pending:
         """What the ranks do while the controller waits."""
         self.missing = set(ranks)
         self.targets = targets or {}
-        self.replies: dict[int, memoryview] = {}
+        self.replies: dict[int, bytes] = {}
         self.interrupted = False
         self.is_withheld = False
         """Whether the command will fail whatever the ranks still answer."""
         self._lock = threading.Lock()
         self._lock.acquire()
+
+    def place(self, rank: int, length: int) -> memoryview:
+        """Where the caller wants the bytes of a rank."""
+        target = self.targets[rank]
+        if len(target) != length:
+            raise wire.FrameError(f"{length} bytes of a value that has {len(target)}")
+        return target
 
     def release(self, *, interrupted: bool) -> None:
         """Wake the waiter; only for the thread that took the request out of ``Monitor.pending``."""
@@ -132,7 +142,7 @@ class Monitor:
         self._commands: list[
             Callable[[], None]
         ] = []  # appended by any thread, run and cleared by the monitor
-        self._inboxes: dict[WorkerProcess, Inbox] = {}
+        self._readers: dict[WorkerProcess, FrameReader] = {}
         self._gone_since: dict[WorkerProcess, Deadline] = {}
         """Workers that have ended, and how long to wait for the fork server to say how."""
         self._lines: dict[WorkerProcess, _Outputs] = {}
@@ -178,7 +188,7 @@ class Monitor:
         else:
             self._thread.join(_JOIN_S)
         self._printer.stop(_PRINT_S)
-        return not self._inboxes
+        return not self._readers
 
     def soon(self, command: Callable[[], None]) -> None:
         """Call ``command`` in the monitor thread."""
@@ -203,7 +213,7 @@ class Monitor:
             resource.close()
 
     def _let_go(self) -> None:
-        for worker in tuple(self._inboxes):
+        for worker in tuple(self._readers):
             with contextlib.suppress(Exception):  # this may be why the thread has failed
                 self._unregister(worker)
 
@@ -230,9 +240,7 @@ class Monitor:
         return present is not None and present.data is key.data
 
     def _register(self, worker: WorkerProcess) -> None:
-        self._inboxes[worker] = Inbox(
-            worker.socket, lambda kind, seq, length: self._room(worker, kind, seq, length)
-        )
+        self._readers[worker] = FrameReader(worker.socket, functools.partial(self._room, worker))
         prefix = f"[{self._devices[worker.rank]}] "
         self._lines[worker] = _Outputs(Lines(worker.output, prefix), Lines(worker.errors, prefix))
         for source, fileobj in self._sources(worker):
@@ -243,7 +251,7 @@ class Monitor:
             if fileobj in self._selector.get_map():
                 self._selector.unregister(fileobj)
         self._gone_since.pop(worker, None)
-        if self._inboxes.pop(worker, None) is not None:
+        if self._readers.pop(worker, None) is not None:
             self._rest(worker)
             worker.last_words = self._lines.pop(worker).errors.tail
 
@@ -258,21 +266,16 @@ class Monitor:
             (self._errors, worker.errors),
         )
 
-    def _room(self, worker: WorkerProcess, kind: int, seq: int, length: int) -> memoryview:
-        """The memory for the body of an answer."""
+    def _room(
+        self, worker: WorkerProcess, kind: int, seq: int, length: int, given: memoryview
+    ) -> memoryview:
+        """The memory for the body of a large answer."""
         if length > wire.MAX_BODY:
             raise wire.FrameError(f"an answer of {length} bytes")
         pending = self.pending.get(seq) if kind == wire.DATA else None
         if pending is None:  # also an answer that came too late
-            try:
-                return memoryview(bytearray(length))
-            except MemoryError:
-                self._fail(worker, seq, length)
-                raise
-        target = pending.targets[worker.rank]
-        if len(target) != length:
-            raise wire.FrameError(f"{length} bytes of a value that has {len(target)}")
-        return target
+            return memoryview(bytearray(length))
+        return pending.place(worker.rank, length)
 
     def _fail(self, worker: WorkerProcess, seq: int, length: int) -> None:
         """Report that there is no memory for an answer."""
@@ -281,15 +284,16 @@ class Monitor:
         self._on_event(Failed(worker.rank, seq, False, pack_exception(error), where))
 
     def _answers(self, worker: WorkerProcess) -> None:
+        reader = self._readers[worker]
         try:
-            for kind, seq, body in self._inboxes[worker].frames():
+            for kind, seq, body in reader.frames(socket.MSG_DONTWAIT, _TURN_BYTES):
                 try:
                     self._answer(worker, kind, seq, body)
                 except MemoryError:
                     self._fail(worker, seq, len(body))
-        except MemoryError:  # ``_room`` has reported it
-            pass
-        except (EOFError, ConnectionResetError):
+        except MemoryError:
+            self._fail(worker, *reader.head[1:])
+        except EOFError:
             # the worker ends, has closed its socket, or has sent a broken frame; one that has
             # ended by itself keeps its exit code
             worker.kill()
@@ -302,8 +306,12 @@ class Monitor:
             self._rest(worker)
         if kind in (wire.DONE, wire.DATA, wire.REPLY):
             pending = self.pending.get(seq)
-            if kind == wire.REPLY and pending is not None:
-                pending.replies[rank] = body
+            if pending is not None and kind == wire.REPLY:
+                pending.replies[rank] = bytes(body)
+            elif pending is not None and kind == wire.DATA:
+                target = pending.place(rank, len(body))
+                if target is not body:  # else it was read there
+                    target[:] = body
             if self.prints or kind == wire.REPLY:  # what the call printed comes before its result
                 self._printer.then(lambda: self._complete(rank, seq))
             else:
@@ -408,7 +416,7 @@ class Monitor:
     def _resume(self) -> None:
         paused, self._paused = self._paused, []
         for fd, data in paused:
-            if data[1] in self._inboxes:
+            if data[1] in self._readers:
                 self._selector.register(fd, selectors.EVENT_READ, data)
 
     def _rest(self, worker: WorkerProcess) -> None:

@@ -12,7 +12,7 @@ Two threads::
 both threads touch.
 
 An exception in a call never ends the worker, whatever its type; only the end of the command socket
-does (``reader.has_ended``).  After an exception the worker drops its process groups *first* (peers
+does.  After an exception the worker drops its process groups *first* (peers
 blocked in a collective with it then fail in milliseconds), and reports.  It skips every further
 call until the controller starts a new epoch, since calls after a failed one may depend on it.
 
@@ -64,7 +64,7 @@ from torchpmap._runtime.local.stacks import answer
 from torchpmap._runtime.local.staging import Staged
 from torchpmap._runtime.local.values import Values
 from torchpmap._runtime.task import Task, Work
-from torchpmap._runtime.wire import FrameReader, Origin, Stream, frame
+from torchpmap._runtime.wire import FrameError, FrameReader, Origin, Stream, frame
 from torchpmap._trace.compile import EAGER, Definition
 from torchpmap._trace.effects import mark_lines
 from torchpmap._trace.toolchain import import_inductor
@@ -160,7 +160,7 @@ class _Worker:
                 begin=functools.partial(device_at.__setitem__, 0),
             )
         self.at = device_at if self.completion is None else host_at
-        self.reader = FrameReader(sock)
+        self.reader = FrameReader(sock, self.values.room)
         self.doing = "starting"
         self.executor = Executor(
             *(birth.rank, device, self.platform, groups, self.where, self.values.usage),
@@ -184,35 +184,38 @@ class _Worker:
         }
         torch.set_grad_enabled(False)
         done = self.progress.note if self.completion is None else self.launched
-        reader, at = self.reader, self.at
+        at = self.at
         while True:
-            length, kind, seq = reader.header()
-            handler = handlers.get(kind)
-            if handler is None:
-                self.supervised(kind, seq, length)
-                continue
-            if self.failed and kind not in _HARMLESS:
-                self.skip(kind, length)
-                continue
-            at[0] = seq
             try:
-                try:
-                    handler(seq, length)
-                finally:
-                    self.running = 0  # an interrupt before this is caught below
-                if self.is_forked:
-                    os._exit(0)
-                done(seq)
-            except BaseException as error:
-                if reader.has_ended or self.stream.is_torn():
-                    raise
-                self.fail(seq, error)
-                reader.skip()
+                for kind, seq, body in self.reader.frames():
+                    handler = handlers.get(kind)
+                    if handler is None:
+                        self.supervised(kind, seq, body)
+                        continue
+                    if self.failed and kind not in _HARMLESS:
+                        self.skip(kind, body)
+                        continue
+                    at[0] = seq
+                    try:
+                        try:
+                            handler(seq, body)
+                        finally:
+                            self.running = 0  # an interrupt before this is caught below
+                        if self.is_forked:
+                            os._exit(0)
+                        done(seq)
+                    except BaseException as error:
+                        if isinstance(error, FrameError) or self.stream.is_torn():
+                            raise
+                        self.fail(seq, error)
+            except MemoryError as error:  # for the body of a frame
+                self.doing = "receiving a command"
+                self.fail(self.reader.head[1], error)
 
     # -- hot path ----------------------------------------------------------------------------------
 
-    def call(self, seq: int, length: int) -> None:
-        plan_id, out, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
+    def call(self, seq: int, body: memoryview) -> None:
+        plan_id, out, num_inputs, *handles = body.cast("q").tolist()
         plan = self.plans[plan_id]
         self.doing, self.communicates = plan.doing, plan.communicates
         inputs = self.values.of(handles[:num_inputs])
@@ -224,39 +227,37 @@ class _Worker:
         results = self.platform.launch(plan.run, inputs, plan.outputs)
         self.values.add(out, results)
 
-    def skip(self, kind: int, length: int) -> None:
+    def skip(self, kind: int, body: memoryview) -> None:
         """Skip a command after a failure, but free the values that it names."""
         if kind == wire.CALL:
-            _, _, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
+            _, _, num_inputs, *handles = body.cast("q").tolist()
             self.values.release(handles[num_inputs:])
-        self.reader.skip()
 
-    def put(self, seq: int, length: int) -> None:
+    def put(self, seq: int, body: memoryview) -> None:
         self.doing = "receiving a value"
-        self.values.receive(self.reader)
+        self.values.receive(body)
 
-    def place(self, seq: int, length: int) -> None:
+    def place(self, seq: int, body: memoryview) -> None:
         self.doing = "receiving a value"
-        source = self.values.place(self.reader.body(length))
+        source = self.values.place(body)
         if self.completion is not None:  # else the device has read it
             self.source = source
 
-    def free(self, seq: int, length: int) -> None:
-        self.values.release(self.reader.body(length).cast("q").tolist())
+    def free(self, seq: int, body: memoryview) -> None:
+        self.values.release(body.cast("q").tolist())
 
-    def fetch(self, seq: int, length: int) -> None:
-        (value_seq,) = struct.unpack("<q", self.reader.body(8))
-        body = self.reader.body(length - 8)
+    def fetch(self, seq: int, body: memoryview) -> None:
+        (value_seq,) = struct.unpack_from("<q", body)
         if self.completion is not None and not self.completion.wait(value_seq):
             return
-        fetched = self.values.fetched(body)
+        fetched = self.values.fetched(body[8:])
         if fetched is None:
             self.stream.send([frame(wire.DONE, seq)])
         else:
             payload = wire.bytes_of(fetched)
             self.stream.send([wire.HEADER.pack(len(payload), wire.DATA, seq), payload])
 
-    def sync(self, seq: int, length: int) -> None:
+    def sync(self, seq: int, body: memoryview) -> None:
         if self.settled():
             self.progress.note(seq)
             self.stream.send([frame(wire.DONE, seq)])
@@ -285,13 +286,13 @@ class _Worker:
         finally:
             compiles[0] = False
 
-    def define(self, seq: int, length: int) -> None:
+    def define(self, seq: int, body: memoryview) -> None:
         with self.compiling():
-            self.defined(seq, length)
+            self.defined(seq, body)
 
-    def defined(self, seq: int, length: int) -> None:
+    def defined(self, seq: int, body: memoryview) -> None:
         self.doing = "receiving a plan"
-        definition: Definition = pickle.loads(self.reader.body(length))
+        definition: Definition = pickle.loads(body)
         doing = f"compiling {definition.name}"
         if definition.backend == EAGER:  # not cancelled with a call before it: it takes no time
             self.doing = doing
@@ -308,9 +309,9 @@ class _Worker:
         if seq >= self.cancelled_from:
             self.interrupt()
 
-    def task(self, seq: int, length: int) -> None:
+    def task(self, seq: int, body: memoryview) -> None:
         self.doing = "receiving a call"
-        task: Task = pickle.loads(self.reader.body(length))
+        task: Task = pickle.loads(body)
         if task.body is not None:
             wire.keep_latest(self.bodies, task.body_id, task.body)
         linecache.cache.update(task.sources)
@@ -323,18 +324,18 @@ class _Worker:
         report, stored = self.executor.run(task, work, self.values.of(task.inputs))
         self.reply(seq, (report, len(stored)), dict(enumerate(stored, task.first_output)))
 
-    def group(self, seq: int, length: int) -> None:
-        name, partition = pickle.loads(self.reader.body(length))
+    def group(self, seq: int, body: memoryview) -> None:
+        name, partition = pickle.loads(body)
         self.doing = "joining a group"
         self.groups.ensure(name, partition)
 
-    def load(self, seq: int, length: int) -> None:
+    def load(self, seq: int, body: memoryview) -> None:
         self.doing = "importing the compiler"
         with contextlib.suppress(Exception), self.compiling():  # a plan reports what is wrong
             import_inductor()
 
-    def forget(self, seq: int, length: int) -> None:
-        plans, groups = pickle.loads(self.reader.body(length))
+    def forget(self, seq: int, body: memoryview) -> None:
+        plans, groups = pickle.loads(body)
         for plan_id in plans:
             self.plans.pop(plan_id, None)
         self.groups.release(groups)
@@ -342,7 +343,7 @@ class _Worker:
     def reply(self, seq: int, report: Any, values: Mapping[int, torch.Tensor] = _NOTHING) -> None:
         import cloudpickle
 
-        body = cloudpickle.dumps(report)
+        answer = cloudpickle.dumps(report)
         self.running = 0
         if self.was_cancelled:  # and the function caught it
             raise CallCancelled
@@ -350,7 +351,7 @@ class _Worker:
             os._exit(0)
         self.values.update(values)
         flush()
-        self.stream.send([frame(wire.REPLY, seq, body)])
+        self.stream.send([frame(wire.REPLY, seq, answer)])
 
     # -- failure and repair ------------------------------------------------------------------------
 
@@ -399,14 +400,13 @@ class _Worker:
             late = "it took too long to get its text, or to pickle it"
             return pack_exception(WorkerError(f"{type(error).__qualname__}: {late}"))
 
-    def supervised(self, kind: int, seq: int, length: int) -> None:
-        body = self.reader.body(length)
+    def supervised(self, kind: int, seq: int, body: memoryview) -> None:
         if kind == wire.DRAIN:
             self.settled()  # a command that an abort has left half done fails now
             self.stream.send([frame(wire.DRAINED, seq)])
             return
         if kind != wire.REGROUP:
-            raise self.reader.broken(f"of unknown kind {kind}")
+            raise FrameError(f"broken frame: of unknown kind {kind}")
         epoch: int
         groups: dict[str, RankPartition]
         epoch, groups = pickle.loads(body)
