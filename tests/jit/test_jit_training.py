@@ -50,14 +50,32 @@ def step_of(model, optimizer):
     return step
 
 
-def train(kind, model, optimizer, jit=lambda step: step, put=lambda batch: batch):
+def rates(optimizer):
+    return CosineAnnealingLR(optimizer, 10).step
+
+
+def all_settings(optimizer):
+    """Changes those that ``OneCycleLR`` does, and the weight decay."""
+
+    def change():
+        for group in optimizer.param_groups:
+            for name in ("lr", "momentum", "weight_decay"):
+                if group.get(name):
+                    group[name] *= 0.9
+            if "betas" in group:
+                group["betas"] = (group["betas"][0] * 0.9, *group["betas"][1:])
+
+    return change
+
+
+def train(kind, model, optimizer, jit=lambda step: step, put=lambda batch: batch, schedule=rates):
     """The losses of some jitted steps with a schedule, and the step."""
     step = jit(step_of(model, optimizer))
-    schedule = CosineAnnealingLR(optimizer, 10)
+    change = schedule(optimizer)
     losses = []
     for batch in batches(kind, STEPS):
         losses.append(float(step(*put(batch))))
-        schedule.step()
+        change()
     return losses, step
 
 
@@ -83,7 +101,7 @@ def sgd(parameters):
 
 
 def check_training(
-    kind, layout, train, make=adamw, compile=EAGER, atol=1e-12, whole=torch.Tensor.cpu
+    kind, layout, train, make=adamw, compile=EAGER, atol=1e-12, whole=torch.Tensor.cpu, num_traces=1
 ):
     """It is that of plain torch; the optimizer of what is on the devices."""
     plain, model = made(kind), placed(made(kind), layout)
@@ -92,7 +110,7 @@ def check_training(
     jit = functools.partial(tp.jit, compile=compile, fullgraph=True)
     losses, jitted = train(kind, model, mine, jit, lambda batch: cut(batch, layout))
     assert losses == pytest.approx(expected, rel=1e-12)
-    assert jitted.num_traces == 1
+    assert jitted.num_traces == num_traces
     right = plain.state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(whole(value), right[name], atol=atol, rtol=0)
@@ -111,11 +129,27 @@ def test_training_is_that_of_plain_torch(kind, layout, jitted, compile):
     check_training(kind, layout, train, make, compile, atol)
 
 
+def test_a_setting_that_has_become_zero_is_traced_again():
+    def schedule(optimizer):
+        values = iter([0.1, 0.2, 0.0, 0.0])
+        return lambda: optimizer.param_groups[0].update(weight_decay=next(values))
+
+    make = functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.3)
+    # 0.3; 0.1, with an input from now on; 0.2; 0
+    trained = functools.partial(train, schedule=schedule)
+    check_training("network", "replicated", trained, make, num_traces=3)
+
+
+@pytest.mark.parametrize("schedule", mostly_long([rates, all_settings], all_settings))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_optimizer(layout, name):
+def test_each_optimizer(layout, name, schedule):
     make = functools.partial(getattr(torch.optim, name), **OPTIMIZERS[name])
-    optimizer = check_training("network", layout, train, make)
+    defaults = make([torch.zeros(1)]).defaults
+    again = any(defaults.get(name) for name in ("momentum", "betas", "weight_decay"))
+    again &= schedule is all_settings
+    trained = functools.partial(train, schedule=schedule)
+    optimizer = check_training("network", layout, trained, make, num_traces=1 + again)
     for entries in optimizer.state.values():
         for value in entries.values():
             assert type(value) is (tp.ShardedTensor if value.dim() else torch.Tensor)

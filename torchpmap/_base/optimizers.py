@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,15 +37,24 @@ def state_maker(
     return make_state
 
 
+_COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
+    own: getattr(operator, name)
+    for name in ("ne", "eq", "gt", "ge", "lt", "le")
+    for own in (getattr(torch.Tensor, name), getattr(torch.Tensor, f"__{name}__"))
+}
+
+
 class TensorNumbers(TorchFunctionMode):
-    """Lets ``alpha=`` and ``value=`` be tensors whose value is unknown."""
+    """Lets ``alpha=``, ``value=`` and settings be tensors whose value is unknown."""
 
     # Delete when no optimizer passes a tensor (lr, its step counter) as a number; in torch 2.13
     # SGD, Adagrad, RMSprop, Adadelta and Muon do.
 
-    def __init__(self, optimizer: object) -> None:
+    def __init__(self, optimizer: object, positive: Iterable[torch.Tensor] = ()) -> None:
+        """``positive``: settings of which it is known that they are more than zero."""
         super().__init__()
         self._name = type(optimizer).__name__
+        self._positive = {id(each): each for each in positive}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -54,6 +64,15 @@ class TensorNumbers(TorchFunctionMode):
                 "value. Update one row at a time (pmap with one row per device, or a loop), or use "
                 "another optimizer."
             )
+        if args and id(args[0]) in self._positive:
+            if func in _COMPARISONS and type(args[1]) in (int, float) and args[1] == 0:
+                return _COMPARISONS[func](1, 0)
+            if func is torch.Tensor.to:  # 1 - beta is exact in double precision only
+                return args[0]
+        if func in (torch.Tensor.lerp, torch.Tensor.lerp_) and isinstance(args[2], torch.Tensor):
+            wide = torch.promote_types(args[0].dtype, torch.float32)
+            own = torch.lerp(*(each.to(wide) for each in args)).to(args[0].dtype)
+            return own if func is torch.Tensor.lerp else args[0].copy_(own)
         if func is torch.Tensor.copy_:
             # functionalize makes it aten::copy, which has no batching rule (slow, with a warning).
             everywhere = torch.ones_like(args[0], dtype=torch.bool)

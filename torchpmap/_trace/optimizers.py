@@ -1,10 +1,13 @@
 """Optimizers whose ``step`` is part of a trace of whole values.
 
-What changes from step to step without a change of the graph are the rates of the groups, which
+What changes from step to step without a change of the graph are settings of the groups, which
 schedules set, and the counters of steps, which are tensors of this process.  Both are inputs, as
 one vector per optimizer:
 
-    float64[rates of the groups..., counters...]
+    float64[settings of the groups..., counters...]
+
+``lr`` is such a setting from the start.  ``momentum``, ``betas`` and ``weight_decay`` become one
+when they have another value than in the trace before, as ``OneCycleLR`` gives them.
 
 A graph that counts all steps alike writes to its vector, so that the devices have the numbers of
 the next call.  The counters themselves are the caller's to advance, after each call.  The state
@@ -19,8 +22,9 @@ import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.autograd.graph import increment_version
@@ -47,6 +51,11 @@ from torchpmap._trace.whole_capture import WholeCapture
 _OPTIONS = ("capturable", "foreach", "fused")
 """They choose between ways to compute the same; the graph is of one way."""
 
+_SCHEDULED = ("momentum", "betas", "weight_decay")
+"""What a schedule may change beside ``lr``."""
+
+_Setting = tuple[int, str]
+"""A group, and a name in it."""
 
 _aten = torch.ops.aten
 _ADDITIONS = (_aten.add.Tensor, _aten.add_.Tensor)
@@ -62,7 +71,10 @@ class Numbers:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups = optimizer.param_groups
-        self._rates = [k for k, group in enumerate(self._groups) if type(group.get("lr")) is float]
+        self._settings = {
+            (k, name): len(_parts(self._groups[k][name])) for k, name in _to_send(optimizer)
+        }
+        """Those that are inputs, and of how many numbers each is."""
         entries = list(optimizer.state.values())
         self.counters = [x["step"] for x in entries if isinstance(x.get("step"), torch.Tensor)]
         if len(set(map(id, self.counters))) < len(self.counters):
@@ -78,7 +90,8 @@ class Numbers:
         """Place of a counter -> by how much a call of the function advances it."""
         self._step: float = 0
         """The same for all counters; 0 if they differ, and so must be sent in each call."""
-        self.vector = torch.zeros(len(self._rates) + self._num_sent, dtype=torch.float64)
+        self._num_settings = sum(self._settings.values())
+        self.vector = torch.zeros(self._num_settings + self._num_sent, dtype=torch.float64)
         """Stands for the numbers of a call."""
         self._watched = Watched()
         self._watch(optimizer)
@@ -95,7 +108,7 @@ class Numbers:
         for k, group in enumerate(self._groups):
             self._watched.add_view(group["params"], place)
             for name in group.keys() - {"params"}:
-                if name != "lr" or k not in self._rates:
+                if (k, name) not in self._settings:
                     self._watched.add_name(group, name, place)
         for entries in optimizer.state.values():
             self._watched.add_view(entries.values(), place)
@@ -106,18 +119,22 @@ class Numbers:
 
     def hold(self) -> bool:
         """Whether only numbers have changed."""
-        groups = self._groups
         return (
             self._watched.same()
-            and all(type(groups[k]["lr"]) is float for k in self._rates)
+            and all(
+                _are_floats(now := self._groups[k][name])
+                and len(_parts(now)) == num_parts
+                and (name == "lr" or min(_parts(now)) > 0)  # steps ask whether one is zero
+                for (k, name), num_parts in self._settings.items()
+            )
             and list(map(torch.Tensor.data_ptr, self.counters)) == self._places
             and (not self._are_alike or self._are_equal())
         )
 
     def read(self) -> array[float]:
         """The values of the vector in this call."""
-        rates = [self._groups[k]["lr"] for k in self._rates]
-        return array("d", [*rates, *map(float, self._memory[: self._num_sent])])
+        settings = (part for k, name in self._settings for part in _parts(self._groups[k][name]))
+        return array("d", [*settings, *map(float, self._memory[: self._num_sent])])
 
     def write_next(self) -> None:
         """At the end of a trace, let the graph make the vector of the next call, if it can."""
@@ -125,20 +142,25 @@ class Numbers:
         if len(steps) == 1 and len(self._steps) == len(self.counters):
             (self._step,) = steps
             with torch.no_grad():
-                self.vector[len(self._rates) :].add_(self._step)
+                self.vector[self._num_settings :].add_(self._step)
 
     def after(self, values: array[float]) -> array[float]:
         """What the graph makes of a vector."""
-        num_rates, step = len(self._rates), self._step
-        return array("d", [*values[:num_rates], *(each + step for each in values[num_rates:])])
+        begin, step = self._num_settings, self._step
+        return array("d", [*values[:begin], *(each + step for each in values[begin:])])
 
-    def rates(self) -> dict[int, torch.Tensor]:
-        """For groups, their rates in the trace."""
-        return {k: self.vector[place].clone() for place, k in enumerate(self._rates)}
+    def settings(self) -> dict[_Setting, Any]:
+        """What stands for them in the trace."""
+        numbers = iter(self.vector[: self._num_settings].clone().unbind())
+        parts = {key: tuple(islice(numbers, num)) for key, num in self._settings.items()}
+        return {
+            (k, name): own if isinstance(self._groups[k][name], tuple) else own[0]
+            for (k, name), own in parts.items()
+        }
 
     def counter(self, place: int) -> torch.Tensor:
         """The counter at a place, in the trace."""
-        return self.vector[len(self._rates) + (0 if self._are_alike else place)].clone()
+        return self.vector[self._num_settings + (0 if self._are_alike else place)].clone()
 
     def note_step(self, counter: torch.Tensor, by: float) -> None:
         place = next(k for k, each in enumerate(self.counters) if each is counter)
@@ -163,7 +185,8 @@ class Optimizers:
         self._known: dict[int, tuple[Optimizer, Numbers, list[Any]]] = {}
         self._counters: dict[int, torch.Tensor] = {}
         """By the id of a real counter, its value in the trace."""
-        self._rates: dict[tuple[int, int], torch.Tensor] = {}
+        self._settings: dict[int, dict[_Setting, Any]] = {}
+        """By the id of an optimizer."""
         self._stepping: list[tuple[Optimizer, ExitStack]] = []
         """The innermost last: the ``step`` of a subclass may call that of its class."""
 
@@ -214,22 +237,24 @@ class Optimizers:
             with torch_function_off(), outside_modes():
                 numbers = Numbers(optimizer)
             self._known[id(optimizer)] = optimizer, numbers, _rates(optimizer)
-            for k, rate in numbers.rates().items():
-                self._rates[id(optimizer), k] = rate
+            self._settings[id(optimizer)] = numbers.settings()
             for place, counter in enumerate(numbers.counters):
                 self._counters[id(counter)] = numbers.counter(place)
         numbers = self._known[id(optimizer)][1]
         stack = ExitStack()
         self._stepping.append((optimizer, stack))
-        for k, group in enumerate(optimizer.param_groups):
-            stack.callback(group.update, {x: group[x] for x in ("lr", *_OPTIONS) if x in group})
+        for group in optimizer.param_groups:
+            replaced = ("lr", *_SCHEDULED, *_OPTIONS)
+            stack.callback(group.update, {x: group[x] for x in replaced if x in group})
             group.update({x: x == "capturable" for x in _OPTIONS if x in group})
-            if (id(optimizer), k) in self._rates:
-                group["lr"] = self._rates[id(optimizer), k]
+        settings = self._settings[id(optimizer)]
+        for (k, name), value in settings.items():
+            optimizer.param_groups[k][name] = value
         for entries in optimizer.state.values():
             self._replace_counter(numbers, entries, stack)
         stack.enter_context(as_if_compiling())
-        stack.enter_context(TensorNumbers(optimizer))
+        positive = [part for (_, x), own in settings.items() if x != "lr" for part in _parts(own)]
+        stack.enter_context(TensorNumbers(optimizer, positive))
 
     def _replace_counter(self, numbers: Numbers, entries: dict[str, Any], stack: ExitStack) -> None:
         counter: Any = entries.get("step")
@@ -306,6 +331,32 @@ def _noting(own: Any) -> Any:
 
 
 _makers = Replaced([Replacement(Optimizer, "__init__", _noting)])
+
+
+_last: WeakKeyDictionary[Optimizer, dict[_Setting, Any]] = WeakKeyDictionary()
+"""What schedules may change, as it was in the last trace; None: it has changed before."""
+
+
+def _to_send(optimizer: Optimizer) -> list[_Setting]:
+    """The settings that are inputs of a trace that begins now."""
+    groups = dict(enumerate(optimizer.param_groups))
+    rates = [(k, "lr") for k, group in groups.items() if type(group.get("lr")) is float]
+    if state_maker(optimizer) is None:  # nothing is known of what its step asks of a setting
+        return rates
+    now = {(k, x): group[x] for k, group in groups.items() for x in _SCHEDULED if x in group}
+    now = {key: value for key, value in now.items() if _are_floats(value)}
+    before = _last.get(optimizer, now)
+    changed = {key for key, value in now.items() if before.get(key, value) != value}
+    _last[optimizer] = now | dict.fromkeys(changed)
+    return [*rates, *(key for key in now if key in changed and min(_parts(now[key])) > 0)]
+
+
+def _parts(setting: Any) -> tuple[Any, ...]:
+    return setting if isinstance(setting, tuple) else (setting,)
+
+
+def _are_floats(setting: Any) -> bool:
+    return setting != () and all(type(part) is float for part in _parts(setting))
 
 
 def _rates(optimizer: Optimizer) -> list[Any]:
