@@ -2,7 +2,7 @@
 
 One stream socket per worker carries both directions::
 
-    controller --- DEFINE CALL PUT PLACE FREE TASK GROUP FORGET LOAD FETCH SYNC ... ---> worker
+    controller --- DEFINE CALL PUT PLACE FREE TASK GROUP FORGET LOAD FETCH ... --------> worker
     controller <-- READY DONE DATA REPLY FAILED DRAINED ------------------------------- worker
 
 A frame is a fixed header and a body.  The header is the ``length`` of the body in bytes, the
@@ -38,7 +38,7 @@ HEADER = struct.Struct("<QQq")  # body bytes, kind, seq
 
 # controller -> worker
 DEFINE, CALL, PUT, FREE, TASK, GROUP, FORGET, PLACE, LOAD = range(1, 10)
-FETCH, SYNC, DRAIN, REGROUP = range(11, 15)
+FETCH, DRAIN, REGROUP = range(11, 14)
 # worker -> controller
 READY, DONE, DATA, REPLY, FAILED, DRAINED = range(101, 107)
 

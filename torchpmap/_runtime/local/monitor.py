@@ -1,10 +1,9 @@
-"""The one thread of the controller that reads: answers, deaths and output of all workers.
+"""The one thread of the controller that reads the answers of all workers, and notices their ends.
 
 ::
 
     worker sockets --> answers   --> Pending requests (callers wait on them), failures --> on_event
     exit pipes     --> deaths    --> on_event
-    output pipes   --> lines     --> Printer: sys.stdout / sys.stderr, prefixed with the device
 
 It never waits for anything: not for the rest of a frame, not for room in a socket, not for a lock
 that is held while a thread waits.  Callers rely on it to end their waits.  If it fails, it calls
@@ -21,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import Device
@@ -29,7 +28,7 @@ from torchpmap._base.ending import surely
 from torchpmap._base.errors import pack_exception
 from torchpmap._runtime import wire
 from torchpmap._runtime.local.losses import Era
-from torchpmap._runtime.local.output import Lines, Printer
+from torchpmap._runtime.local.output import Printer
 from torchpmap._runtime.local.process import WorkerProcess
 from torchpmap._runtime.local.reentry import MONITOR
 from torchpmap._runtime.local.supervise import Drained, Event, Exited, Failed, Ready
@@ -41,8 +40,6 @@ _EXIT_S = 0.5
 """How long the fork server may take to say how a worker has ended."""
 _TURN_BYTES = 1 << 20
 """How many bytes of answers are read before it is the turn of another worker."""
-_PIPE_READS = 16
-"""More reads than empty a full pipe, unless its writer goes on."""
 _JOIN_S = 1.0
 """How long to wait for this thread, which waits for nothing itself."""
 _KNOWN_S = 1.0
@@ -107,11 +104,6 @@ class Pending:
         return not self.interrupted
 
 
-class _Outputs(NamedTuple):
-    output: Lines
-    errors: Lines
-
-
 class Monitor:
     """Owns the reading side; ``watch``/``forget``/``stop`` may be called from any thread."""
 
@@ -130,10 +122,6 @@ class Monitor:
         """Requests by seq: callers add, the monitor removes; guarded by the interpreter (single
         dict operations).
         """
-        self.prints = False
-        """Whether plans print: then what they printed comes before their results (set by any
-        thread).
-        """
         self._devices = devices
         self._on_event = on_event
         self._on_tick = on_tick
@@ -145,17 +133,14 @@ class Monitor:
         self._readers: dict[WorkerProcess, FrameReader] = {}
         self._gone_since: dict[WorkerProcess, Deadline] = {}
         """Workers that have ended, and how long to wait for the fork server to say how."""
-        self._lines: dict[WorkerProcess, _Outputs] = {}
-        self._paused: list[tuple[int, Any]] = []
-        """Outputs that are not read until there is room, and what they were registered with."""
         self._stopped = False
         with contextlib.ExitStack() as undo:
             self._selector = undo.enter_context(selectors.DefaultSelector())
             self._woken, self._waker = map(undo.enter_context, socket.socketpair())
             self._waker.setblocking(False)
             self._selector.register(self._woken, selectors.EVENT_READ, None)
-            self._printer = Printer(on_room=lambda: self._do(self._resume))
-            undo.callback(self._printer.stop, 0)
+            self.printer = Printer()
+            undo.callback(self.printer.stop, 0)
             self._thread = threading.Thread(target=self._run, name=MONITOR, daemon=True)
             undo.callback(setattr, self, "_stopped", True)  # Ctrl-C while it starts
             self._thread.start()
@@ -163,7 +148,7 @@ class Monitor:
 
     @property
     def threads(self) -> tuple[threading.Thread, ...]:
-        return self._thread, self._printer.thread
+        return self._thread, self.printer.thread
 
     def watch(self, worker: WorkerProcess) -> None:
         self._do(lambda: self._register(worker))
@@ -187,7 +172,7 @@ class Monitor:
             self._let_go()
         else:
             self._thread.join(_JOIN_S)
-        self._printer.stop(_PRINT_S)
+        self.printer.stop(_PRINT_S)
         return not self._readers
 
     def soon(self, command: Callable[[], None]) -> None:
@@ -230,8 +215,6 @@ class Monitor:
             for worker, patience in tuple(self._gone_since.items()):
                 if patience.passed:
                     self._bury(worker, None)
-            for act in self._printer.overdue():
-                act()
             self._next_tick = time.monotonic() + self._on_tick()
 
     def _is_watched(self, key: selectors.SelectorKey) -> bool:
@@ -242,7 +225,7 @@ class Monitor:
     def _register(self, worker: WorkerProcess) -> None:
         self._readers[worker] = FrameReader(worker.socket, functools.partial(self._room, worker))
         prefix = f"[{self._devices[worker.rank]}] "
-        self._lines[worker] = _Outputs(Lines(worker.output, prefix), Lines(worker.errors, prefix))
+        self.printer.add(worker.rank, worker.output, worker.errors, prefix)
         for source, fileobj in self._sources(worker):
             self._selector.register(fileobj, selectors.EVENT_READ, (source, worker))
 
@@ -252,8 +235,7 @@ class Monitor:
                 self._selector.unregister(fileobj)
         self._gone_since.pop(worker, None)
         if self._readers.pop(worker, None) is not None:
-            self._rest(worker)
-            worker.last_words = self._lines.pop(worker).errors.tail
+            worker.last_words = self.printer.remove(worker.rank)
 
     def _sources(
         self, worker: WorkerProcess
@@ -262,8 +244,6 @@ class Monitor:
             (self._answers, worker.socket),
             (self._exited, worker.exit_pipe),
             (self._gone, worker.pidfd),
-            (self._output, worker.output),
-            (self._errors, worker.errors),
         )
 
     def _room(
@@ -302,8 +282,6 @@ class Monitor:
 
     def _answer(self, worker: WorkerProcess, kind: int, seq: int, body: memoryview) -> None:
         rank = worker.rank
-        if self.prints or kind in (wire.REPLY, wire.FAILED, wire.DRAINED):
-            self._rest(worker)
         if kind in (wire.DONE, wire.DATA, wire.REPLY):
             pending = self.pending.get(seq)
             if pending is not None and kind == wire.REPLY:
@@ -312,10 +290,7 @@ class Monitor:
                 target = pending.place(rank, len(body))
                 if target is not body:  # else it was read there
                     target[:] = body
-            if self.prints or kind == wire.REPLY:  # what the call printed comes before its result
-                self._printer.then(lambda: self._complete(rank, seq))
-            else:
-                self._complete(rank, seq)
+            self._complete(rank, seq)
         elif kind == wire.FAILED:
             origin, packed, where = pickle.loads(body)
             self._on_event(Failed(rank, seq, bool(origin), packed, where))
@@ -392,39 +367,6 @@ class Monitor:
         assert worker.pid is not None
         self._on_event(Exited(worker.rank, exitcode, worker.pid, last_words))
 
-    # -- output ------------------------------------------------------------------------------------
-
     def say(self, line: str) -> None:
         """Print a line of torchpmap's own on stderr."""
-        self._printer.write("stderr", line + "\n")
-
-    def _output(self, worker: WorkerProcess) -> None:
-        self._print(worker, "stdout", self._lines[worker].output)
-
-    def _errors(self, worker: WorkerProcess) -> None:
-        self._print(worker, "stderr", self._lines[worker].errors)
-
-    def _print(self, worker: WorkerProcess, stream: str, lines: Lines) -> None:
-        text = lines.read()
-        self._printer.write(stream, text or "")
-        if text is None:
-            self._selector.unregister(lines.fd)
-        elif self._printer.is_full:
-            key = self._selector.unregister(lines.fd)
-            self._paused.append((lines.fd, key.data))
-
-    def _resume(self) -> None:
-        paused, self._paused = self._paused, []
-        for fd, data in paused:
-            if data[1] in self._readers:
-                self._selector.register(fd, selectors.EVENT_READ, data)
-
-    def _rest(self, worker: WorkerProcess) -> None:
-        """Print what was written so far, including a last line that has no end yet."""
-        for stream, lines in zip(("stdout", "stderr"), self._lines[worker], strict=True):
-            for _ in range(_PIPE_READS):
-                text = "" if self._printer.is_full else lines.read()
-                if not text:
-                    break
-                self._printer.write(stream, text)
-            self._printer.write(stream, lines.rest())
+        self.printer.write("stderr", line + "\n")

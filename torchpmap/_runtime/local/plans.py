@@ -55,7 +55,7 @@ class Plans:
         """As ``Runtime.define``."""
         body = pickled(definition)
         if prints(definition.graph):
-            self._pool.monitor.prints = True
+            self._pool.prints = True
         if definition.backend != EAGER:
             self._load_compiler()
         # torch's own operations, run as they are, need no compiler and cannot fail here
@@ -109,7 +109,7 @@ class Plans:
             what = f"it compiles {name}"
             try:
                 pending = self._pool.ask({leader: body}, wire.DEFINE, what=what, sent=sent)
-                is_done = pending.wait()
+                is_done = self._pool.answered(pending, (leader,))
             except BaseException:  # Ctrl-C
                 for pending in sent:
                     self._pool.give_up(pending, (leader,), name)

@@ -111,6 +111,8 @@ class Pool:
         self._repair_in_progress: Repair | None = None
         self._completed: dict[int, int] = {}  # last command by dead rank; written by the repairer
         self.losses = Losses(self._devices)
+        self.prints = False
+        """Whether plans print: then what they printed comes before their results."""
         self.broken = True
         """Whether commands must wait (set by the monitor, cleared by the repairer)."""
         self.closed_because: str | None = None
@@ -232,9 +234,19 @@ class Pool:
         a failure came first.
         """
         refuse_to_wait()
-        if self.monitor.prints:  # what was printed comes first: the answer comes the same way
-            return self.ask(dict.fromkeys(ranks, b""), wire.SYNC).wait()
-        return self._progress.wait(seq, ranks, lambda: self.broken or self.losses.era is not era)
+        done = self._progress.wait(seq, ranks, lambda: self.broken or self.losses.era is not era)
+        if self.prints:
+            self.monitor.printer.flush(ranks)
+        return done
+
+    def answered(self, pending: Pending, ranks: Sequence[int], *, prints: bool = True) -> bool:
+        """Wait for all answers, and for what the ranks have printed before; False when a failure
+        came first.
+        """
+        done = pending.wait()
+        if prints:
+            self.monitor.printer.flush(ranks)
+        return done
 
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
         if not groups.keys() <= self.groups.keys():

@@ -221,7 +221,7 @@ class LocalRuntime:
         try:
             self._pool.in_order(self._send_task, team, task, held, sent)
             ((pending, first),) = sent
-            if not pending.wait():
+            if not self._pool.answered(pending, team.ranks):
                 self._pool.repair(pending.seq)
                 error = self._losses.of_value(pending.era, pending.seq, team.ranks)
                 raise error or RuntimeClosed("the call was interrupted by a repair of the pool")
@@ -306,7 +306,7 @@ class LocalRuntime:
         try:
             about = handle.era, handle.seq
             pending = self._pool.ask(bodies, wire.FETCH, targets, about=about)
-            is_done = pending.wait()
+            is_done = self._pool.answered(pending, ranks, prints=self._pool.prints)
         except BaseException as cause:
             # a worker may still write there, unless nothing was sent; Ctrl-C may come at any time
             if pending is not None or not isinstance(cause, Exception):
@@ -321,7 +321,7 @@ class LocalRuntime:
         return is_done
 
     def block(self, handle: Any) -> None:
-        if self._pool.monitor.prints or not self._is_computed(handle):
+        if self._pool.prints or not self._is_computed(handle):
             ranks = handle.team.ranks
             self._insist(handle, ranks, lambda: self._pool.wait_for(handle.era, handle.seq, ranks))
 

@@ -175,7 +175,6 @@ class _Worker:
             wire.PLACE: self.place,
             wire.FREE: self.free,
             wire.FETCH: self.fetch,
-            wire.SYNC: self.sync,
             wire.DEFINE: self.define,
             wire.TASK: self.task,
             wire.GROUP: self.group,
@@ -256,11 +255,6 @@ class _Worker:
         else:
             payload = wire.bytes_of(fetched)
             self.stream.send([wire.HEADER.pack(len(payload), wire.DATA, seq), payload])
-
-    def sync(self, seq: int, body: memoryview) -> None:
-        if self.settled():
-            self.progress.note(seq)
-            self.stream.send([frame(wire.DONE, seq)])
 
     # -- an asynchronous device --------------------------------------------------------------------
 
