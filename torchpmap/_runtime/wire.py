@@ -18,9 +18,7 @@ A worker's control socket carries pairs of integers (``CONTROL``), see ``_runtim
 
 from __future__ import annotations
 
-import enum
 import math
-import os
 import socket
 import struct
 import threading
@@ -68,14 +66,6 @@ DTYPES: tuple[torch.dtype, ...] = tuple(
 )
 """All of torch, in an order that is the same in all processes."""
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-
-
-class Origin(enum.IntEnum):
-    """Where the exception of a failed call comes from; all but the first are consequences."""
-
-    USER = 0
-    COMMUNICATION = 1
-    CANCELLED = 2
 
 
 class FrameError(EOFError):
@@ -282,19 +272,3 @@ def read_kind(body: memoryview) -> tuple[torch.dtype, tuple[int, ...], int]:
 def no_memory(where: str, shape: Sequence[int], dtype: torch.dtype) -> MemoryError:
     size = math.prod(shape) * dtype.itemsize
     return MemoryError(f"no memory {where} for {kind_of(shape, dtype)}: {size} bytes")
-
-
-class InheritedFd:
-    """A file descriptor that a worker inherited."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def socket(self) -> socket.socket:
-        return socket.socket(fileno=self.fd)
-
-    def path(self) -> str:
-        return f"/proc/self/fd/{self.fd}"
-
-    def close(self) -> None:
-        os.close(self.fd)

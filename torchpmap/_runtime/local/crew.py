@@ -76,10 +76,8 @@ class Crew:
     def _new_worker(self, rank: int) -> WorkerProcess:
         device_type = self._devices[rank].platform
         threads = threads_per_device(len(self._devices))
-        return WorkerProcess(
-            *(rank, device_type, threads, self._config),
-            *(self._store_fd, self.progress, self.landing),
-        )
+        shared = self._store_fd, *self.progress.inherited(), self.landing.fd
+        return WorkerProcess(rank, device_type, threads, self._config, shared)
 
     def begin(self) -> None:
         """Start the workers, if it was not done; not before they are needed, since which modules

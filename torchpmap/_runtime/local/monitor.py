@@ -292,8 +292,7 @@ class Monitor:
                     target[:] = body
             self._complete(rank, seq)
         elif kind == wire.FAILED:
-            origin, packed, where = pickle.loads(body)
-            self._on_event(Failed(rank, seq, bool(origin), packed, where))
+            self._on_event(Failed(rank, seq, *pickle.loads(body)))
         elif kind == wire.DRAINED:
             self._on_event(Drained(rank))
         elif kind == wire.READY:

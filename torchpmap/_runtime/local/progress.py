@@ -28,7 +28,6 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from torchpmap._runtime.local.waits import Rank
-from torchpmap._runtime.wire import InheritedFd
 
 _SLEEP_MS = 50
 """How long a thread sleeps before it looks again."""
@@ -75,9 +74,9 @@ class Progress:
         self._numbers = memoryview(memory).cast("q")
         self._numbers[size : 2 * size] = memoryview(array("q", [_NO_WAITER] * size))
 
-    def inherited(self) -> tuple[InheritedFd, InheritedFd]:
+    def inherited(self) -> tuple[int, int]:
         """The memory and the bell, for ``WorkerProgress``."""
-        return InheritedFd(self._fd), InheritedFd(self._bell)
+        return self._fd, self._bell
 
     def __getitem__(self, rank: int) -> int:
         """The last command that ``rank`` is done with."""
@@ -152,11 +151,11 @@ class Progress:
 class WorkerProgress:
     """A worker's side."""
 
-    def __init__(self, rank: int, memory: InheritedFd, bell: InheritedFd) -> None:
+    def __init__(self, rank: int, memory: int, bell: int) -> None:
         self._rank = rank
-        self._numbers = memoryview(mmap.mmap(memory.fd, 0)).cast("q")
+        self._numbers = memoryview(mmap.mmap(memory, 0)).cast("q")
         self._wanted = _size_of(self._numbers) + rank
-        self._bell = bell.fd
+        self._bell = bell
 
     def number(self, kind: int) -> memoryview:
         """A number of this rank, as a slice of length 1."""

@@ -51,20 +51,20 @@ from torchpmap._runtime import wire
 from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.executor import Compiled, Executor
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
-from torchpmap._runtime.local.birth import (
-    Birth,
+from torchpmap._runtime.local.forkserver import Fds, WorkerArgs
+from torchpmap._runtime.local.progress import AT, COMPILES, FUNCTION, HOST, WorkerProgress
+from torchpmap._runtime.local.stacks import answer
+from torchpmap._runtime.local.staging import Staged
+from torchpmap._runtime.local.values import Values
+from torchpmap._runtime.local.worker_setup import (
     arm_child,
     arm_lifeline,
     flush,
     kill_children,
     redirect_output,
 )
-from torchpmap._runtime.local.progress import AT, COMPILES, FUNCTION, HOST, WorkerProgress
-from torchpmap._runtime.local.stacks import answer
-from torchpmap._runtime.local.staging import Staged
-from torchpmap._runtime.local.values import Values
 from torchpmap._runtime.task import Task, Work
-from torchpmap._runtime.wire import FrameError, FrameReader, Origin, Stream, frame
+from torchpmap._runtime.wire import FrameError, FrameReader, Stream, frame
 from torchpmap._trace.compile import EAGER, Definition
 from torchpmap._trace.effects import mark_lines
 from torchpmap._trace.toolchain import import_inductor
@@ -80,33 +80,36 @@ would leave a gap.
 _HINT = f"\nThe device cannot be used any more, so its worker ends. {LATE_HINT}"
 
 
-def main(birth: Birth) -> None:
+def main(args: WorkerArgs, fds: Fds) -> None:
     """Run until the controller is gone; never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    arm_lifeline(birth.lifeline.fd)
-    redirect_output(birth)
+    arm_lifeline(fds.lifeline)
+    redirect_output(fds.output, fds.errors)
     mark_lines(wire.PLAIN_LINE)
-    platform = PLATFORMS[birth.device_type]
+    platform = PLATFORMS[args.device_type]
     if platform.is_initialized():
         raise RuntimeError(
             f"{platform.name} was initialised in the process that forks the workers, which cannot "
             "use it then. Something that Python imports at its start does that; it must not."
         )
-    os.environ.update(platform.environment(birth.rank))  # graphs name device 0 on every rank
+    os.environ.update(platform.environment(args.rank))  # graphs name device 0 on every rank
     for name, value in platform.worker_settings.items():
         os.environ.setdefault(name, value)
-    device = platform.open(0, birth.rank)
-    torch.set_num_threads(birth.num_threads)
+    device = platform.open(0, args.rank)
+    torch.set_num_threads(args.num_threads)
     # the controller decides how long a collective may wait, since it sees why
-    groups = Groups(birth.rank, device, None, replace(birth.config, timeout=_FOREVER_S))
-    worker = _Worker(birth, device, groups)
-    faulthandler.register(signal.SIGUSR1, file=birth.stacks.fd)
+    groups = Groups(args.rank, device, None, replace(args.config, timeout=_FOREVER_S))
+    worker = _Worker(args, fds, device, groups)
+    faulthandler.register(signal.SIGUSR1, file=fds.stacks)
     signal.signal(signal.SIGUSR2, worker.interrupt)
     os.register_at_fork(after_in_child=worker.forsake)
-    multiprocessing.util.register_after_fork(birth.lifeline, arm_child)
+    multiprocessing.util.register_after_fork(worker, lambda _: arm_child(fds.lifeline))
     threading.Thread(
-        target=_listen, args=(birth.control.socket(), worker), name="torchpmap-control", daemon=True
+        target=_listen,
+        args=(socket.socket(fileno=fds.control), worker),
+        name="torchpmap-control",
+        daemon=True,
     ).start()
     exitcode = 0
     try:
@@ -123,10 +126,10 @@ def main(birth: Birth) -> None:
 
 
 class _Worker:
-    def __init__(self, birth: Birth, device: torch.device, groups: Groups) -> None:
-        self.rank = birth.rank
+    def __init__(self, args: WorkerArgs, fds: Fds, device: torch.device, groups: Groups) -> None:
+        self.rank = args.rank
         self.device = device
-        self.platform = PLATFORMS[birth.device_type]
+        self.platform = PLATFORMS[args.device_type]
         self.groups = groups
         self.plans: dict[int, Compiled] = {}
         self.bodies: dict[int, bytes] = {}
@@ -138,15 +141,15 @@ class _Worker:
         self.epoch_begin = 0
         """The command that began the epoch."""
         self.is_forked = False
-        self.where = f"on device {device.type}:{birth.rank}"
-        self.staged = Staged(birth.staging.fd, self.platform.pin, self.platform.unpin)
-        self.landed = Staged(birth.landing.fd, self.platform.pin, self.platform.unpin)
+        self.where = f"on device {device.type}:{args.rank}"
+        self.staged = Staged(fds.staging, self.platform.pin, self.platform.unpin)
+        self.landed = Staged(fds.landing, self.platform.pin, self.platform.unpin)
         self.values = Values(self.platform, device, self.where, self.staged, self.landed)
-        self.store_path = birth.store.path()
-        self.progress = WorkerProgress(birth.rank, birth.progress, birth.bell)
-        self.stacks = birth.stacks.fd
+        self.store_path = f"/proc/self/fd/{fds.store}"
+        self.progress = WorkerProgress(args.rank, fds.progress, fds.bell)
+        self.stacks = fds.stacks
         device_at, host_at = map(self.progress.number, (AT, HOST))
-        sock = birth.command.socket()
+        sock = socket.socket(fileno=fds.command)
         self.stream = Stream(sock)
         self.reporting = threading.Lock()
         self.communicates = False
@@ -163,7 +166,7 @@ class _Worker:
         self.reader = FrameReader(sock, self.values.room)
         self.doing = "starting"
         self.executor = Executor(
-            *(birth.rank, device, self.platform, groups, self.where, self.values.usage),
+            *(args.rank, device, self.platform, groups, self.where, self.values.usage),
             doing=lambda: self.doing,
         )
 
@@ -204,7 +207,7 @@ class _Worker:
                             os._exit(0)
                         done(seq)
                     except BaseException as error:
-                        if isinstance(error, FrameError) or self.stream.is_torn():
+                        if type(error) is FrameError or self.stream.is_torn():
                             raise
                         self.fail(seq, error)
             except MemoryError as error:  # for the body of a frame
@@ -352,30 +355,27 @@ class _Worker:
     def fail(self, seq: int, error: BaseException) -> None:
         if self.is_forked:
             os._exit(1)
-        origin = Origin.COMMUNICATION if is_communication(error) else Origin.USER
-        if self.was_cancelled:
-            origin = Origin.CANCELLED
+        is_consequence = self.was_cancelled or is_communication(error)
         self.groups.drop()
         self.failed = True
         with self.reporting:
-            self.report(seq, self.doing, origin, error, self.pack(seq, error))
+            self.report(seq, self.doing, is_consequence, error, self.pack(seq, error))
 
     def fail_late(self, seq: int, doing: str, error: BaseException) -> None:
         """A command has failed that had returned (completion thread)."""
-        origin = Origin.COMMUNICATION if is_communication(error) else Origin.USER
         with self.reporting:  # the abort makes the main thread fail, which may end the process
             self.groups.abort(self.groups.epoch)
             self.failed = True
-            self.report(seq, doing, origin, error, pack_exception(error))
+            self.report(seq, doing, is_communication(error), error, pack_exception(error))
 
     def report(
-        self, seq: int, doing: str, origin: Origin, error: BaseException, packed: bytes
+        self, seq: int, doing: str, is_consequence: bool, error: BaseException, packed: bytes
     ) -> None:
         is_usable = self.platform.recover(error)
         flush()
         where = f"{self.where} (rank {self.rank}, pid {os.getpid()}) while {doing}"
         where += "" if is_usable else _HINT
-        body = pickle.dumps((origin, packed, where))
+        body = pickle.dumps((is_consequence, packed, where))
         self.stream.send([frame(wire.FAILED, seq, body)])
         if not is_usable:
             os._exit(1)
