@@ -67,7 +67,7 @@ class Lagging(Platform):
     def launch(
         self, run: Boxed, inputs: list[torch.Tensor], outputs: Kinds
     ) -> Sequence[torch.Tensor]:
-        self._insist()
+        self._raise_if_broken()
         results = [_garbage(shape, dtype) for shape, dtype in outputs]
 
         def work() -> None:
@@ -128,7 +128,7 @@ class Lagging(Platform):
         if self._thread is not None:
             self._thread.join()
 
-    def _insist(self) -> None:
+    def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise self._broken
 

@@ -103,7 +103,7 @@ def test_without_memory_nothing_is_stored(pair):
 
 def test_a_forked_child_frees_nothing(pair):
     region, arrived = pair.send(torch.ones(N))
-    pair.staged.forsake()
+    pair.staged.in_forked_child()
     del arrived
     assert region.state == TAKEN
 

@@ -1,6 +1,5 @@
 """Covers: that every wait of the local runtime ends, whatever a worker, the fork server, a thread
-of ours or the operating system does: _runtime/local/pool.py, _runtime/local/crew.py, forkserver.py,
-_runtime/local/watch.py.
+of ours or the operating system does: _runtime/local/pool.py, workers.py, forkserver.py, watch.py.
 """
 
 import contextlib
@@ -277,7 +276,7 @@ SIGPIPE = """
         pool = current.runtime()._pool
         y.block_until_ready()
         victim = pids()[1]
-        pool._crew.monitor.soon(lambda: os.kill(victim, 9))
+        pool._workers.monitor.soon(lambda: os.kill(victim, 9))
         for _ in range(2000):
             try:
                 f(torch.ones(2)); tp.device_put(torch.ones(2, 9), tp.devices()[1])

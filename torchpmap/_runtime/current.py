@@ -176,7 +176,7 @@ def _restart_or_raise(ended: Runtime) -> None:
     several processes of a job.
     """
     if ended.forked or _place is not None:
-        ended.insist()
+        ended.raise_if_closed()
     ended.close()
     _start(ended.devices)
 

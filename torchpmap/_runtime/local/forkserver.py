@@ -245,23 +245,23 @@ class ForkServer:
 
     def _end(self) -> None:
         """End it, even if it is stopped: closing its lifeline kills it."""
-        self._hang_up()
+        self._close_channel()
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.kill()
                 process.wait(_END_S)
 
-    def _hang_up(self) -> None:
+    def _close_channel(self) -> None:
         if self._channel is not None:
             self._channel.close()
             os.close(self._lifeline)
             self._channel, self._lifeline = None, -1
 
-    def abandon(self) -> None:
+    def in_forked_child(self) -> None:
         """In a forked child: the fork server is the parent's."""
         self._lock = threading.Lock()
-        self._hang_up()
+        self._close_channel()
         if self._process is not None:
             self._process.returncode = 0  # else Popen warns that the process still runs
             self._process = None
@@ -347,4 +347,4 @@ def explained() -> Iterator[None]:
 
 
 server = ForkServer()
-os.register_at_fork(after_in_child=server.abandon)
+os.register_at_fork(after_in_child=server.in_forked_child)

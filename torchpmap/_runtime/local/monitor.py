@@ -27,7 +27,7 @@ from torchpmap._base.devices import Device
 from torchpmap._base.ending import surely
 from torchpmap._base.errors import pack_exception
 from torchpmap._runtime import wire
-from torchpmap._runtime.local.losses import Era
+from torchpmap._runtime.local.incidents import Era
 from torchpmap._runtime.local.output import Printer
 from torchpmap._runtime.local.process import WorkerProcess
 from torchpmap._runtime.local.reentry import MONITOR
@@ -169,7 +169,7 @@ class Monitor:
         self._stopped = True
         self._do(lambda: None)
         if threading.current_thread() is self._thread:  # it has failed
-            self._let_go()
+            self._unregister_all()
         else:
             self._thread.join(_JOIN_S)
         self.printer.stop(_PRINT_S)
@@ -193,11 +193,11 @@ class Monitor:
         except BaseException as error:
             if not self._stopped:  # else nothing is left to read
                 self._on_crash(error)
-        self._let_go()
+        self._unregister_all()
         for resource in (self._selector, self._woken, self._waker):
             resource.close()
 
-    def _let_go(self) -> None:
+    def _unregister_all(self) -> None:
         for worker in tuple(self._readers):
             with contextlib.suppress(Exception):  # this may be why the thread has failed
                 self._unregister(worker)
@@ -214,7 +214,7 @@ class Monitor:
         if time.monotonic() >= self._next_tick:
             for worker, patience in tuple(self._gone_since.items()):
                 if patience.passed:
-                    self._bury(worker, None)
+                    self._report_end(worker, None)
             self._next_tick = time.monotonic() + self._on_tick()
 
     def _is_watched(self, key: selectors.SelectorKey) -> bool:
@@ -288,7 +288,7 @@ class Monitor:
                 pending.replies[rank] = bytes(body)
             elif pending is not None and kind == wire.DATA:
                 target = pending.place(rank, len(body))
-                if target is not body:  # else it was read there
+                if body and target is not body:  # else it was read there
                     target[:] = body
             self._complete(rank, seq)
         elif kind == wire.FAILED:
@@ -347,7 +347,7 @@ class Monitor:
 
     def _exited(self, worker: WorkerProcess) -> None:
         try:
-            self._bury(worker, worker.exitcode())
+            self._report_end(worker, worker.exitcode())
         except EOFError:  # the fork server is gone; the worker goes on
             self._selector.unregister(worker.exit_pipe)
 
@@ -357,9 +357,9 @@ class Monitor:
         if worker.exit_pipe in self._selector.get_map():
             self._gone_since[worker] = Deadline(_EXIT_S)
         else:
-            self._bury(worker, None)
+            self._report_end(worker, None)
 
-    def _bury(self, worker: WorkerProcess, exitcode: int | None) -> None:
+    def _report_end(self, worker: WorkerProcess, exitcode: int | None) -> None:
         self._answers(worker)  # its last answers
         self._unregister(worker)
         last_words = worker.last_words.decode(errors="replace")

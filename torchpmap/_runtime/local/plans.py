@@ -103,7 +103,7 @@ class Plans:
 
     def _compile(self, leader: int, body: bytes, name: str) -> CompileReport:
         """Wait until the leader has compiled a plan, even if it dies once meanwhile."""
-        losses, deaths = self._pool.losses, 0
+        incidents, deaths = self._pool.incidents, 0
         while True:
             sent: list[Pending] = []
             what = f"it compiles {name}"
@@ -118,10 +118,10 @@ class Plans:
                 return CompileReport(*pickle.loads(pending.replies[leader]))
             self._pool.repair()
             command = pending.era, pending.seq
-            error = losses.of_command(*command)
-            if error is None and losses.died_in(*command, leader):
+            error = incidents.of_command(*command)
+            if error is None and incidents.died_in(*command, leader):
                 deaths += 1  # once may be a coincidence
-                error = losses.of_value(*command, (leader,)) if deaths > 1 else None
+                error = incidents.of_value(*command, (leader,)) if deaths > 1 else None
             if error is not None:
                 raise error
 

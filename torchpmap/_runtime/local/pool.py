@@ -29,8 +29,7 @@ from torchpmap._base.ending import sleep_if_ending, surely
 from torchpmap._base.errors import RuntimeClosed
 from torchpmap._runtime import wire
 from torchpmap._runtime.groups.process_groups import RankPartition
-from torchpmap._runtime.local.crew import Crew
-from torchpmap._runtime.local.losses import Era, Losses, exception_of, given_up
+from torchpmap._runtime.local.incidents import Era, Incidents, exception_of, given_up
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.outbox import Outbox, wait_for_room
 from torchpmap._runtime.local.reentry import held_here, refuse, refuse_to_wait
@@ -54,6 +53,7 @@ from torchpmap._runtime.local.supervise import (
     Verdict,
 )
 from torchpmap._runtime.local.watch import Watch
+from torchpmap._runtime.local.workers import Workers
 from torchpmap._runtime.wire import frame
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class Pool:
     """One worker per device (owner: the runtime, which must call ``close``)."""
 
     ended = False  # whether the workers were told to end
-    _is_wreck = False  # some ranks have no worker, and values are only fetched
+    _only_reads = False  # some ranks have no worker, and values are only fetched
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Pool:
         self._repairs = threading.RLock()  # guards the beginning of a repair
         self._repair_in_progress: Repair | None = None
         self._completed: dict[int, int] = {}  # last command by dead rank; written by the repairer
-        self.losses = Losses(self._devices)
+        self.incidents = Incidents(self._devices)
         self.prints = False
         """Whether plans print: then what they printed comes before their results."""
         self.broken = True
@@ -121,18 +121,18 @@ class Pool:
         self._closer: int | None = None
         self._closed = threading.Event()
         self._drain_begin = math.inf
-        self._crew = Crew(
+        self._workers = Workers(
             self._devices,
             config,
             on_event=self._on_event,
             on_tick=self._on_tick,
             on_crash=self._on_crash,
         )
-        self._watch = Watch(self._crew, self._supervisor)
-        self.workers = self._crew.workers
-        self.landing = self._crew.landing
-        self.monitor = self._crew.monitor
-        self._progress = self._crew.progress
+        self._watch = Watch(self._workers, self._supervisor)
+        self.workers = self._workers.by_rank
+        self.landing = self._workers.landing
+        self.monitor = self._workers.monitor
+        self._progress = self._workers.progress
         self.limit = self._watch.limit
         self._actions.put(Regroup(1))
 
@@ -188,7 +188,7 @@ class Pool:
         targets: dict[int, memoryview] | None = None,
     ) -> Pending:
         """Register a request before it is sent (send lock held)."""
-        pending = self.monitor.pending[seq] = Pending(seq, self.losses.era, ranks, what, targets)
+        pending = self.monitor.pending[seq] = Pending(seq, self.incidents.era, ranks, what, targets)
         if self.broken:  # since the lock was taken: the monitor may have missed this request
             self.monitor.interrupt(seq)
         return pending
@@ -210,7 +210,7 @@ class Pool:
 
         def send() -> Pending:
             if about is not None:
-                self.losses.refuse(*about, tuple(bodies))
+                self.incidents.refuse(*about, tuple(bodies))
             self.seq += 1
             pending = self.expect(self.seq, tuple(bodies), what, targets)
             if sent is not None:
@@ -234,7 +234,7 @@ class Pool:
         a failure came first.
         """
         refuse_to_wait()
-        done = self._progress.wait(seq, ranks, lambda: self.broken or self.losses.era is not era)
+        done = self._progress.wait(seq, ranks, lambda: self.broken or self.incidents.era is not era)
         if self.prints:
             self.monitor.printer.flush(ranks)
         return done
@@ -273,22 +273,22 @@ class Pool:
         for action in actions:
             match action:
                 case Cancel(seq=seq, ranks=ranks):
-                    self._crew.control(ranks, wire.CANCEL, seq)
+                    self._workers.control(ranks, wire.CANCEL, seq)
                 case Kill(ranks=ranks, why=why):
                     for rank in ranks:
                         self._killed.setdefault(rank, why)
                         self.workers[rank].kill()
                 case _:
                     if isinstance(action, Abort):
-                        self._crew.control(action.ranks, wire.ABORT, action.epoch)
+                        self._workers.control(action.ranks, wire.ABORT, action.epoch)
                     self._actions.put(action)
         if was_healthy and self.broken:
             self._wake_all()
 
     def _explained(self, event: Exited) -> Exited:
         """Add what the supervisor cannot know."""
-        doomed = self.monitor.first_missing(event.rank)
-        return replace(event, doomed=doomed, why=self._killed.get(event.rank, ""))
+        unanswered = self.monitor.first_missing(event.rank)
+        return replace(event, unanswered=unanswered, why=self._killed.get(event.rank, ""))
 
     def _wake_all(self) -> None:
         self.monitor.interrupt_all()
@@ -323,14 +323,14 @@ class Pool:
         is known that a user's exception has poisoned ``wanted``.  The repair then waits for slow
         ranks without it.
         """
-        self._insist()
+        self._raise_if_closed()
         refuse_to_wait(self.send_lock, self._repairs)
         with self._repairs:
             repair = self._repair_in_progress
             if repair is None:
                 if not self.broken:
                     return
-                self._crew.begin()
+                self._workers.begin()
                 repair = self._repair_in_progress = Repair(self._run, self._hurry)
                 try:
                     repair.start()
@@ -341,7 +341,7 @@ class Pool:
             failure = repair.wait(lambda: self._known_failure(wanted))
         if failure is not None:
             if self.ended:  # that is why the repair has failed
-                self._insist()
+                self._raise_if_closed()
             raise failure
 
     def _hurry(self) -> None:
@@ -357,16 +357,16 @@ class Pool:
     def _run(self) -> None:
         try:
             while self.broken:
-                self._insist()
+                self._raise_if_closed()
                 action = self._unfinished = self._unfinished or self._next_action()
                 if action is not None:
-                    self._insist()
+                    self._raise_if_closed()
                     self._perform(action)
                     self._unfinished = None
         finally:
             self._repair_in_progress = None
 
-    def _insist(self) -> None:
+    def _raise_if_closed(self) -> None:
         """Raise if the pool was closed."""
         if self.closed_because is None:
             return
@@ -387,7 +387,7 @@ class Pool:
     def _perform(self, action: Action) -> None:
         match action:
             case Abort(epoch=epoch, ranks=ranks):  # again: a new worker has missed the first
-                self._crew.control(ranks, wire.ABORT, epoch)
+                self._workers.control(ranks, wire.ABORT, epoch)
             case Drain(ranks=ranks):
                 with self.send_lock:
                     self.tell(ranks, wire.DRAIN, b"")
@@ -397,19 +397,19 @@ class Pool:
                 for rank in ranks:
                     if rank not in self._replaced:
                         self._completed.setdefault(rank, self._progress[rank])
-                        self._crew.replace(rank, self.send_lock)
+                        self._workers.replace(rank, self.send_lock)
                         self._killed.pop(rank, None)
                     self._replaced.add(rank)
                 self._replaced.clear()
             case Regroup(epoch=epoch):
                 self._drain_begin = math.inf
-                self._crew.empty_store()
+                self._workers.empty_store()
                 with self.send_lock:
                     body = pickle.dumps((epoch, self.groups))
                     self.tell(tuple(self.workers), wire.REGROUP, body)
             case Announce(verdict=verdict):
                 self._resume(verdict)
-            case Close() if self._is_wreck:
+            case Close() if self._only_reads:
                 self.reopen()
             case Close(verdict=verdict):
                 cause, self._unfinished = exception_of(verdict, self._devices), None
@@ -417,7 +417,7 @@ class Pool:
                 raise cause
 
     def _resume(self, verdict: Verdict) -> None:
-        self.losses.note(verdict, self._completed)
+        self.incidents.note(verdict, self._completed)
         self._completed.clear()
         self._watch.clear()
         self._on_repaired({death.rank for death in verdict.deaths})
@@ -427,8 +427,8 @@ class Pool:
     def reopen(self) -> None:
         """After ``stop``: let values be fetched from the workers that are left."""
         if self.ended:
-            self._insist()
-        self._is_wreck, self.closed_because = True, None
+            self._raise_if_closed()
+        self._only_reads, self.closed_because = True, None
         with self._state_lock:
             verdict = self._supervisor.go_on()
         self._completed = {d.rank: self._progress[d.rank] for d in verdict.deaths} | self._completed
@@ -458,7 +458,7 @@ class Pool:
     def _end(self, because: str) -> None:
         self.stop(because)
         self._actions.put(Regroup(0))  # wakes the thread that repairs
-        self._crew.end()
+        self._workers.end()
         self.outbox.drop()
         self._closed.set()
 
@@ -469,11 +469,11 @@ class Pool:
         self._supervisor.phase = Phase.CLOSED
         self._wake_all()
 
-    def abandon(self, because: str) -> None:
+    def in_forked_child(self, because: str) -> None:
         """In a forked child, which must not keep the parent's workers alive."""
         self.closed_because = because
         self.broken = True
         self._closing, self._closed, self.ended = threading.Lock(), threading.Event(), True
         self._closing.acquire()
         self._closed.set()
-        self._crew.abandon()
+        self._workers.in_forked_child()

@@ -101,7 +101,7 @@ class WorkerProcess:
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
 
-    def hang_up(self) -> None:
+    def end_commands(self) -> None:
         """Let the worker end after the commands it was sent (a frame that says so would have to
         wait for room in the socket).
         """

@@ -79,7 +79,7 @@ class Exited:
     last_words: str = ""
     why: str = ""
     """Why the pool killed it, if it did."""
-    doomed: int | None = None
+    unanswered: int | None = None
     """The earliest request that the rank has not answered."""
 
 
@@ -310,7 +310,7 @@ class Supervisor:
     def _hurry(self, begun: Sequence[int]) -> list[Action]:
         """Cancel ranks that are still busy, and end those that do not obey."""
         poisoned = [failure.seq for failure in self._failures]
-        poisoned += [death.doomed for death in self._deaths if death.doomed is not None]
+        poisoned += [death.unanswered for death in self._deaths if death.unanswered is not None]
         late, first = self.unsettled(), min(poisoned, default=math.inf)
         if late and self._drained_for >= self._overdue_at + _OBEY_S:
             return [Kill(late, _OVERDUE)]

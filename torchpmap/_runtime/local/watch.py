@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torchpmap._base.errors import CallTimeout, pack_exception
-from torchpmap._runtime.local.crew import Crew
 from torchpmap._runtime.local.forkserver import child_programs
 from torchpmap._runtime.local.stacks import Look, Sight, described
 from torchpmap._runtime.local.supervise import Event, Failed, Overdue, Stopped, Supervisor
 from torchpmap._runtime.local.waits import Awaited, Limit, Waits, helped, notice
+from torchpmap._runtime.local.workers import Workers
 
 _TICK_S = 0.5
 _SOON_S = 0.02
@@ -24,8 +24,8 @@ _STACKS_CHARS = 1 << 17
 class Watch:
     """One per pool."""
 
-    def __init__(self, crew: Crew, supervisor: Supervisor) -> None:
-        self._crew = crew
+    def __init__(self, workers: Workers, supervisor: Supervisor) -> None:
+        self._workers = workers
         self._supervisor = supervisor
         self._waits = Waits()
         self._overdue: tuple[Limit, list[int], Look] | None = None
@@ -48,31 +48,33 @@ class Watch:
 
     def awaited(self, blocked: Iterable[object]) -> dict[int, str]:
         """The ranks that callers wait for, and what each does.  ``blocked``: full sockets."""
-        what, crew = "it runs a call", self._crew
-        found = dict.fromkeys(crew.progress.awaited(), what)
-        found |= {rank: what for rank, worker in crew.workers.items() if worker.socket in blocked}
-        for pending in tuple(crew.monitor.pending.values()):
+        what, workers = "it runs a call", self._workers
+        found = dict.fromkeys(workers.progress.awaited(), what)
+        found |= {
+            rank: what for rank, worker in workers.by_rank.items() if worker.socket in blocked
+        }
+        for pending in tuple(workers.monitor.pending.values()):
             found |= dict.fromkeys(tuple(pending.missing), pending.what)
         return found
 
     def look(self, awaited: Mapping[int, str]) -> Iterator[Event]:
         """What has happened, to the ranks that are waited for and to any call."""
-        now, crew, epoch = time.monotonic(), self._crew, self._supervisor.epoch
-        doing = {k: Awaited(what, (epoch, crew.progress[k])) for k, what in awaited.items()}
-        stopped, slow = self._waits.look(now, doing, lambda rank: crew.workers[rank].state)
+        now, workers, epoch = time.monotonic(), self._workers, self._supervisor.epoch
+        doing = {k: Awaited(what, (epoch, workers.progress[k])) for k, what in awaited.items()}
+        stopped, slow = self._waits.look(now, doing, lambda rank: workers.by_rank[rank].state)
         if slow:
             named = [
-                (crew.name(rank), awaited[rank], helped(state, self._programs_of(rank)))
+                (workers.name(rank), awaited[rank], helped(state, self._programs_of(rank)))
                 for rank, state, _ in slow
             ]
-            crew.monitor.say(notice(named, slow[0][2]))
+            workers.monitor.say(notice(named, slow[0][2]))
         yield from map(Stopped, stopped)
         if self._overdue is None and self._supervisor.runs_calls:
-            found = self._waits.overdue(now, crew.progress.rank, self._supervisor.has_ended)
+            found = self._waits.overdue(now, workers.progress.rank, self._supervisor.has_ended)
             if found is not None:
                 limit, late = found
-                crew.monitor.withhold(limit.seq)
-                self._overdue = limit, late, Look({rank: crew.workers[rank] for rank in late})
+                workers.monitor.withhold(limit.seq)
+                self._overdue = limit, late, Look({rank: workers.by_rank[rank] for rank in late})
         if self._overdue is not None:
             limit, late, look = self._overdue
             sights = look.sights()
@@ -81,13 +83,13 @@ class Watch:
                 yield Overdue(self._failed(limit, late, sights), limit.epoch)
 
     def _programs_of(self, rank: int) -> list[str]:
-        pid = self._crew.workers[rank].pid
+        pid = self._workers.by_rank[rank].pid
         return [] if pid is None else child_programs(pid)
 
     def _failed(self, limit: Limit, late: Sequence[int], sights: Mapping[int, Sight]) -> Failed:
         lines, stacks = [], []
         for rank in limit.ranks:
-            where, sight = self._crew.name(rank), sights.get(rank)
+            where, sight = self._workers.name(rank), sights.get(rank)
             what = "has finished it" if sight is None else described(sight, limit.seq)
             lines.append(f"  {where} {what}")
             if sight is not None:

@@ -103,7 +103,7 @@ def main(args: WorkerArgs, fds: Fds) -> None:
     worker = _Worker(args, fds, device, groups)
     faulthandler.register(signal.SIGUSR1, file=fds.stacks)
     signal.signal(signal.SIGUSR2, worker.interrupt)
-    os.register_at_fork(after_in_child=worker.forsake)
+    os.register_at_fork(after_in_child=worker.in_forked_child)
     multiprocessing.util.register_after_fork(worker, lambda _: arm_child(fds.lifeline))
     threading.Thread(
         target=_listen,
@@ -449,11 +449,11 @@ class _Worker:
             seq, doing, *_ = self.completion.current
         answer(self.stacks, seq, doing, self.groups.waits())
 
-    def forsake(self) -> None:
+    def in_forked_child(self) -> None:
         """In a child that a call has forked: it may work on, but not as this worker."""
         self.is_forked = True
-        self.groups.forsake()
-        self.staged.forsake()
+        self.groups.in_forked_child()
+        self.staged.in_forked_child()
 
 
 def _imports(frame: FrameType | None) -> bool:
