@@ -33,7 +33,7 @@ from torchpmap._base.errors import (
 from torchpmap._base.tracebacks import printed_folded
 from torchpmap._runtime.torchrun.identity import shown
 from torchpmap._runtime.torchrun.joining import join, leave_at_once, route_to
-from torchpmap._runtime.torchrun.launcher import JobPlace
+from torchpmap._runtime.torchrun.place import JobPlace
 
 _POSTED_AFTER_S = 1.0
 """How long a process waits before it posts that it waits."""

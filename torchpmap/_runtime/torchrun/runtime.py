@@ -43,8 +43,8 @@ from torchpmap._runtime.groups.process_groups import Groups, RankPartition
 from torchpmap._runtime.task import Report, Task, Usage, Work, bytes_held
 from torchpmap._runtime.torchrun.calls import Calls, Defined, plain, plain_if_needed
 from torchpmap._runtime.torchrun.failure import Failures
-from torchpmap._runtime.torchrun.launcher import JobPlace
-from torchpmap._runtime.torchrun.placement import (
+from torchpmap._runtime.torchrun.place import (
+    JobPlace,
     Placement,
     devices_of,
     own_number,
