@@ -31,7 +31,6 @@ from torchpmap._base.errors import (
     WorkerError,
 )
 from torchpmap._base.tracebacks import printed_folded
-from torchpmap._runtime.torchrun.identity import shown
 from torchpmap._runtime.torchrun.joining import join, leave_at_once, route_to
 from torchpmap._runtime.torchrun.place import JobPlace
 
@@ -438,3 +437,8 @@ def texts_by_rank(ranks: Sequence[int], texts: Sequence[str], places: Sequence[s
         + (f": {text[line]}" if line else "")
         for ((_, place), ranks), text in zip(by_text.items(), padded, strict=True)
     )
+
+
+def shown(what: str, where: str) -> str:
+    """What a process does, with the place of the user's function, as messages name it."""
+    return f"{what}, defined at {where}" if where else what
