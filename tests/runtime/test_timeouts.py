@@ -2,6 +2,7 @@
 (whatever their ranks do: tests/faults/test_hangs.py).
 """
 
+import os
 import threading
 import time
 
@@ -94,6 +95,19 @@ def slow_backend(graph, examples):
 def test_compiling_does_not_count():
     f = tp.pmap(lambda x: x + 1, compile={"backend": slow_backend}, timeout=LIMIT_S)
     assert f(rows).tolist() == [1, 2]
+
+
+def ending_backend(graph, examples):
+    os._exit(3)
+
+
+def test_a_worker_that_died_while_it_compiled_does_not_compile_any_more():
+    tp.shutdown()
+    tp.init(2)
+    with pytest.raises(tp.WorkerDied):
+        tp.pmap(lambda x: x + 1, compile={"backend": ending_backend})(rows)
+    with pytest.raises(tp.CallTimeout):
+        tp.pmap(loops, "i", compile=False, timeout=LIMIT_S)(rows)
 
 
 def _double(x: torch.Tensor) -> torch.Tensor:

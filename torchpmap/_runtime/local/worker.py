@@ -406,8 +406,8 @@ class _Worker:
         epoch, groups = pickle.loads(body)
         if self.completion is not None:
             self.completion.renew()
-        for kind in (AT, HOST):  # what has failed is not noted as done
-            self.progress.number(kind)[0] = 0
+        for number in (AT, HOST, COMPILES):  # what has failed, here or in a worker before this one
+            self.progress.number(number)[0] = 0
         self.failed = self.was_cancelled = False
         self.cancelled_from, self.epoch_begin = _NEVER, seq
         self.bodies.clear()  # the controller sends them again
