@@ -58,8 +58,10 @@ from torchpmap._runtime.wire import frame
 
 T = TypeVar("T")
 
-_EARLY_S = 2.0
-"""How long a caller waits for all ranks if it is already known why its call failed."""
+_EARLY_S = 1.6
+"""How long a caller waits for all ranks if it is already known why its call failed: it has the
+error before a rank that goes on is ended for it.
+"""
 _CLOSE_S = 4.0
 """How long ``close`` may take in all, whatever has happened."""
 _LOOK_MS = 1000
