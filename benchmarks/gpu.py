@@ -107,12 +107,15 @@ def started(name: str, journal: Path, device_type: str) -> tuple[int | None, flo
 def variables(section: Section, device_type: str) -> dict[str, str]:
     """The environment of a section."""
     found = {name: value for name, value in os.environ.items() if "TORCHPMAP_" not in name}
-    path = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    here = str(HERE.parent), str(HERE.parent / "tests")
+    path = [*here, *filter(None, [os.environ.get("PYTHONPATH")])]
     found |= {"PYTHONPATH": os.pathsep.join(path), "TORCHPMAP_DEVICE_TYPE": device_type}
     if device_type == "cpu":
-        return found | {"TORCHPMAP_TEST_LAG": "1", "TORCHPMAP_WARM": "0", "OMP_NUM_THREADS": "1"}
+        stand_in = "_platforms:Lagging"
+        found |= {"TORCHPMAP_TEST_PLATFORM": stand_in, "TORCHPMAP_WARM": "0"}
+        return found | {"OMP_NUM_THREADS": "1"}
     if section.shares and torch.cuda.device_count() == 1:
-        found["TORCHPMAP_TEST_SHARE"] = "1"
+        found["TORCHPMAP_TEST_PLATFORM"] = "_platforms:SharedCuda"
     return found
 
 

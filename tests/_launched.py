@@ -121,7 +121,7 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name in ("TORCHPMAP_TEST_LAG", "TORCHPMAP_TEST_SHARE", "TORCHPMAP_TEST_DEVICE")
+        if name in ("TORCHPMAP_TEST_PLATFORM", "TORCHPMAP_TEST_DEVICE")
         or (not name.startswith(("TORCHPMAP_", "GLOO_")) and name not in ("MASTER_ADDR", "RANK"))
     }
     path = os.pathsep.join([str(ROOT), str(TESTS)])

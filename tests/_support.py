@@ -47,7 +47,7 @@ DEVICE = os.environ.get("TORCHPMAP_TEST_DEVICE") or "cpu"
 OTHER = "cuda" if DEVICE == "cpu" else "cpu"
 """A kind of which no device is in use."""
 LAGS = os.environ.get("TORCHPMAP_TEST_LAG") == "1"
-"""Whether CPU devices behave like accelerators (``_base/lagging.py``)."""
+"""Whether CPU devices behave like accelerators (``_platforms.py``)."""
 TEST_ALL = os.environ.get("TORCHPMAP_TEST_ALL") == "1"
 """Whether every case of every test runs (``make test-all``), not those that ``sample`` chooses."""
 

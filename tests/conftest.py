@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TORCHPMAP_WARM", "0")  # of the programs that tests run few compile
+os.environ.update(
+    ("TORCHPMAP_TEST_PLATFORM", f"_platforms:{name}")
+    for switch, name in (("LAG", "Lagging"), ("SHARE", "SharedCuda"))
+    if os.environ.get(f"TORCHPMAP_TEST_{switch}") == "1"
+)
 
 import pytest
 import torch

@@ -20,8 +20,7 @@ from torchpmap._base.devices import (
     threads_per_device,
 )
 from torchpmap._base.platform import usable_cores
-from torchpmap._runtime.torchrun.launcher import JobPlace
-from torchpmap._runtime.torchrun.placement import devices_of
+from torchpmap._runtime.torchrun.place import JobPlace, devices_of
 
 TWO_GPUS = SimpleNamespace(
     name="cuda", is_hardware=True, count=lambda: 2, chosen=lambda: None, owned=None

@@ -16,15 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from _launched import run_program
+from _platforms import SharedCuda
+from _through_host import ThroughHost
 
 import torchpmap as tp
 from torchpmap._base.config import Config
 from torchpmap._base.devices import CUDA, PLATFORMS
 from torchpmap._base.errors import GroupLost
-from torchpmap._base.platform import Accelerator, Cuda, Owned, Platform, SharedCuda
+from torchpmap._base.platform import Accelerator, Cuda, Owned, Platform
 from torchpmap._base.torch_groups import group_named
 from torchpmap._runtime.groups import process_groups
-from torchpmap._runtime.groups.through_host import ThroughHost
 
 pytestmark = pytest.mark.cpu_only("it expects the kinds of devices as they are without settings")
 

@@ -78,7 +78,11 @@ CASES = {
     "old torch": ({"versions_torch": "2.9.1"}, "problem", "older than 2.11"),
     "new torch": ({"versions_torch": "2.31.0a0+git"}, "note", "newer than all"),
     "variable": ({"settings_error": "TORCHPMAP_WARM must be 0 or 1"}, "problem", "must be 0 or 1"),
-    "test": ({"environment_TORCHPMAP_TEST_LAG": "1"}, "note", "TORCHPMAP_TEST_LAG is set"),
+    "test": (
+        {"environment_TORCHPMAP_TEST_PLATFORM": "1"},
+        "note",
+        "TORCHPMAP_TEST_PLATFORM is set",
+    ),
     "driver": ({"devices_has_nvidia_driver": True}, "note", "built without CUDA"),
     "cores": ({"devices_count": 8}, "note", "8 CPU devices share 4 cores"),
     "memory": ({"machine_available_bytes": 1 << 30}, "problem", "1.07 GB of memory are free"),

@@ -234,7 +234,7 @@ def test_row_12_swallowed_communication_error():
 def test_row_12_a_forked_child_makes_no_group():
     """It would wait for the other members, and outlive the pool."""
     groups = Groups(0, torch.device("cpu"), torch.distributed.HashStore(), Config(timeout=1.0))
-    groups.forsake()
+    groups.in_forked_child()
     with pytest.raises(GroupLost, match="this process was forked"):
         groups.ensure("pair", ((0, 1),))
 

@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 import torch
+from _platforms import Lagging
 
 from torchpmap._base.errors import GroupLost
-from torchpmap._base.lagging import Lagging
 from torchpmap._runtime.completion import Completion
 
 KIND = [((2,), torch.float32)]

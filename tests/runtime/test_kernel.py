@@ -174,7 +174,7 @@ def a_forked_child_reduces(compiled: bool, path: Path) -> float:
     mine = group.meeting.slots(torch.float32)[group.rank(), :4].fill_(5)
 
     def reduce() -> bytes:
-        group.meeting.forsake()
+        group.meeting.in_forked_child()
         with pytest.raises(GroupLost):
             group.all_reduced(torch.full((4,), 99.0), "sum")
         return b"raised"

@@ -1,10 +1,10 @@
-"""Covers: _runtime/torchrun/launcher.py: what each launcher says in its variables, as one place."""
+"""Covers: _runtime/torchrun/place.py: what each launcher says in its variables, as one place."""
 
 import re
 
 import pytest
 
-from torchpmap._runtime.torchrun.launcher import DEFAULT_PORT, JobPlace, found_place
+from torchpmap._runtime.torchrun.place import DEFAULT_PORT, JobPlace, found_place
 
 TORCHRUN = {
     "RANK": "3",

@@ -1,5 +1,6 @@
 """Covers: _runtime/local/output.py: lines of workers, and the thread that prints them."""
 
+import contextlib
 import io
 import os
 import sys
@@ -7,7 +8,7 @@ import threading
 import types
 
 import pytest
-from _support import SCALE, wait_for
+from _support import wait_for
 
 from torchpmap._runtime.local import output as _output
 from torchpmap._runtime.local.output import Lines, Printer
@@ -24,9 +25,7 @@ def pipe():
 
 @pytest.fixture
 def printer():
-    room = threading.Event()
-    printer = Printer(room.set)
-    printer.room = room
+    printer = Printer()
     yield printer
     printer.stop(0)
     printer.thread.join(10)
@@ -66,53 +65,76 @@ def test_a_line_without_an_end_is_cut(pipe):
     assert len(lines.tail) == 4000
 
 
-def test_it_prints_in_order_and_then_acts(printer, monkeypatch):
+def test_what_was_printed_comes_before_a_flush_ends(printer, pipe, monkeypatch):
+    """Also a line that has no end yet."""
+    reader, writer = pipe
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    seen, done = [], threading.Event()
+    printer.flush([0])
+    errors, end = os.pipe()
+    os.close(end)
+    printer.add(0, reader, errors, "> ")
     for k in range(100):
         printer.write("stdout", f"{k}\n")
-    printer.write("stderr", "oh\n")
-    printer.then(lambda: seen.append((out.getvalue(), err.getvalue())))
-    printer.then(done.set)
-    assert done.wait(10 * SCALE)
-    assert seen == [("".join(f"{k}\n" for k in range(100)), "oh\n")]
+        os.write(writer, f"a{k}\nb{k}".encode())
+        printer.write("stderr", "oh\n")
+        printer.flush([1])
+        printer.flush([0])
+        assert out.getvalue().endswith(f"{k}\n> a{k}\n> b{k}\n")
+        assert err.getvalue() == "oh\n" * (k + 1)
+    os.write(writer, b"last")
+    assert printer.remove(0) == b""
+    os.close(errors)
+    os.write(writer, b"is not read")
+    printer.flush([])
+    assert out.getvalue().endswith("> b99\n> last\n")
 
 
-def test_a_stream_that_takes_nothing_holds_up_no_answer(printer, monkeypatch):
-    """Answers come, what is kept is bounded, and what was not printed is when there is room."""
+def test_a_stream_that_takes_nothing_holds_up_no_answer(printer, pipe, monkeypatch):
+    """... and what was not printed is when there is room."""
     monkeypatch.setattr(_output, "_STUCK_S", 0.0)
     reader, writer = os.pipe()
     with open(reader, "rb") as theirs, open(writer, "w") as ours:
         monkeypatch.setattr(sys, "stdout", ours)
         text = ("x" * 99 + "\n") * 1000
-        while not printer.is_full:
+        for _ in range(10):
             printer.write("stdout", text)
-        acted = []
-        printer.then(lambda: acted.append(1))
-        assert wait_for(lambda: [act() for act in printer.overdue()] or acted)
-        assert acted == [1]
+        printer.flush([])
+        assert printer._queue
         found = 0
-        while not printer.room.is_set():
+        while found < 10 * len(text):
             found += len(theirs.read1(1 << 16))
-        assert found > 100_000
+        assert wait_for(lambda: not printer._queue)
         printer.stop(0)
         assert wait_for(lambda: not printer.thread.is_alive())
 
 
-def test_a_full_printer_tells_when_there_is_room(monkeypatch):
-    """... also if it was asked again meanwhile, for another pipe."""
-    gate, room = threading.Semaphore(0), threading.Event()
+def test_what_is_not_printed_stays_in_its_pipe(printer, pipe, monkeypatch):
+    """So the writer waits."""
+    reader, writer = pipe
+    os.set_blocking(writer, False)
+    errors, end = os.pipe()
+    gate = threading.Semaphore(0)
     stream = types.SimpleNamespace(write=lambda _: gate.acquire(), flush=lambda: None)
-    monkeypatch.setattr(sys, "slow", stream, raising=False)
-    printer = Printer(on_room=room.set)
-    printer.write("slow", "x" * 700_000)
-    printer.write("slow", "x" * 700_000)
-    assert printer.is_full
-    gate.release()
-    assert wait_for(lambda: not printer.is_full)
-    assert not room.is_set()
-    gate.release()
-    assert room.wait(10)
-    printer.stop(1)
+    monkeypatch.setattr(sys, "stdout", stream)
+    printer.add(0, reader, errors, "")
+
+    line = b"x" * 99 + b"\n"
+
+    def fill():
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, line)
+
+    fill()
+    assert wait_for(lambda: printer._begun)
+    fill()
+    with pytest.raises(BlockingIOError):
+        os.write(writer, line)
+    gate.release(1000)
+    assert wait_for(lambda: printer._begun is None)
+    assert os.write(writer, line) == 100
+    os.close(end)
+    printer.remove(0)
+    os.close(errors)

@@ -1,11 +1,11 @@
-"""Covers: _runtime/torchrun/placement.py."""
+"""Covers: _runtime/torchrun/place.py."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from torchpmap._base.errors import PmapError
-from torchpmap._runtime.torchrun.placement import Placement, choose, refuse_shared, share_code
+from torchpmap._runtime.torchrun.place import Placement, choose, refuse_shared, share_code
 from torchpmap._runtime.torchrun.runtime import TorchrunRuntime
 from torchpmap._trace.compile import EAGER, INDUCTOR
 

@@ -336,7 +336,7 @@ except ChildProcessError:
 def test_workers_are_started_by_the_next_caller_if_there_were_too_many_threads(monkeypatch):
     tp.shutdown()
     tp.init(2, DEVICE)
-    starter = running_pool()._crew._starter
+    starter = running_pool()._workers._starter
 
     def refuse():
         raise RuntimeError("can't start new thread")

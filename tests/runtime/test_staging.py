@@ -10,10 +10,10 @@ import threading
 
 import pytest
 import torch
+from _platforms import Lagging
 from _support import EAGER, eagerly, pool_with, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap._base.lagging import Lagging
 from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.local import staging
 from torchpmap._runtime.local.staging import GONE, STAGED_BYTES, TAKEN, Staged, Staging
@@ -103,7 +103,7 @@ def test_without_memory_nothing_is_stored(pair):
 
 def test_a_forked_child_frees_nothing(pair):
     region, arrived = pair.send(torch.ones(N))
-    pair.staged.forsake()
+    pair.staged.in_forked_child()
     del arrived
     assert region.state == TAKEN
 

@@ -28,7 +28,7 @@ from torchpmap._base.data import packed, unpacked
 from torchpmap._base.deadline import Deadline
 from torchpmap._runtime.groups.process_groups import Groups
 from torchpmap._runtime.torchrun import watch
-from torchpmap._runtime.torchrun.launcher import JobPlace
+from torchpmap._runtime.torchrun.place import JobPlace
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous, Waiting
 from torchpmap._runtime.torchrun.store import JobStore
 

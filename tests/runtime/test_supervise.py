@@ -37,8 +37,8 @@ def communication(rank: int, seq: int = 1) -> Failed:
     return Failed(rank, seq, True, b"", f"rank {rank}")
 
 
-def death(rank: int, doomed: int | None = None) -> Exited:
-    return Exited(rank, -9, 1000 + rank, doomed=doomed)
+def death(rank: int, unanswered: int | None = None) -> Exited:
+    return Exited(rank, -9, 1000 + rank, unanswered=unanswered)
 
 
 def supervisor(*events, size=3, **settings) -> Supervisor:
@@ -118,7 +118,7 @@ TRANSITIONS = {
     "who lingers in a poisoned call is cancelled": (
         [user(1, seq=7), Drained(0)], waited(1), [Cancel(7, (1, 2))], DRAINING),
     "who lingers in a call that waits for a dead rank": (
-        [death(1, doomed=9), Drained(0)], waited(1), [Cancel(9, (2,))], DRAINING),
+        [death(1, unanswered=9), Drained(0)], waited(1), [Cancel(9, (2,))], DRAINING),
     "who lingers in a call that a death does not concern goes on": (
         [death(1)], waited(1), [], DRAINING),
     "no rank lingers in a rebuild": ([user(1), *EVERYONE], waited(1), [], REBUILDING),

@@ -1,4 +1,6 @@
-"""Covers: _runtime/groups/through_host.py, with two ranks that are threads of this process."""
+"""Covers: _through_host.py, the collectives of ``SharedCuda``, with two ranks that are threads of
+this process.
+"""
 
 from datetime import timedelta
 
@@ -6,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _support import in_threads
+from _through_host import ThroughHost
 
 from torchpmap._base.errors import GroupLost
 from torchpmap._base.torch_groups import (
@@ -15,7 +18,6 @@ from torchpmap._base.torch_groups import (
     unregister_group,
 )
 from torchpmap._collectives.backend import c10d
-from torchpmap._runtime.groups.through_host import ThroughHost
 
 HALF_A_MINUTE = timedelta(seconds=30)
 X = [torch.arange(4.0), torch.arange(4.0) + 10]

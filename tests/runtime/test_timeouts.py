@@ -1,7 +1,8 @@
-"""Covers: _runtime/local/limits.py, _runtime/local/triage.py: calls that may take only so long
+"""Covers: _runtime/local/watch.py, _runtime/local/stacks.py: calls that may take only so long
 (whatever their ranks do: tests/faults/test_hangs.py).
 """
 
+import os
 import threading
 import time
 
@@ -10,7 +11,7 @@ import torch
 from _support import EAGER, LAGS, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap._runtime.local.triage import Sight, described
+from torchpmap._runtime.local.stacks import Sight, described
 
 pytestmark = [pytest.mark.usefixtures("pool"), pytest.mark.parametrize("pool", [2], indirect=True)]
 
@@ -94,6 +95,19 @@ def slow_backend(graph, examples):
 def test_compiling_does_not_count():
     f = tp.pmap(lambda x: x + 1, compile={"backend": slow_backend}, timeout=LIMIT_S)
     assert f(rows).tolist() == [1, 2]
+
+
+def ending_backend(graph, examples):
+    os._exit(3)
+
+
+def test_a_worker_that_died_while_it_compiled_does_not_compile_any_more():
+    tp.shutdown()
+    tp.init(2)
+    with pytest.raises(tp.WorkerDied):
+        tp.pmap(lambda x: x + 1, compile={"backend": ending_backend})(rows)
+    with pytest.raises(tp.CallTimeout):
+        tp.pmap(loops, "i", compile=False, timeout=LIMIT_S)(rows)
 
 
 def _double(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Covers: processes of a launcher whose devices are asynchronous (``_base/lagging.py``): what is
+"""Covers: processes of a launcher whose devices are asynchronous (``_platforms.py``): what is
 known when, and late errors.
 """
 
@@ -24,7 +24,8 @@ jobs = Jobs()
 @pytest.fixture(scope="module")
 def ended(request, tmp_path_factory):
     """Job -> how each of its processes ended."""
-    return jobs_of(request, tmp_path_factory.mktemp("lagging"), TORCHPMAP_TEST_LAG="1")
+    folder = tmp_path_factory.mktemp("lagging")
+    return jobs_of(request, folder, TORCHPMAP_TEST_PLATFORM="_platforms:Lagging")
 
 
 opened = threading.Event()

@@ -1,6 +1,5 @@
 """Covers: that every wait of the local runtime ends, whatever a worker, the fork server, a thread
-of ours or the operating system does: _runtime/local/pool.py, _runtime/local/crew.py, forkserver.py,
-_runtime/local/lookout.py.
+of ours or the operating system does: _runtime/local/pool.py, workers.py, forkserver.py, watch.py.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ from _support import (
 )
 
 import torchpmap as tp
-from torchpmap._runtime.local import forkserver, vigil
+from torchpmap._runtime.local import forkserver, waits
 from torchpmap._runtime.local import output as _output
 from torchpmap._runtime.local import pool as _pool
 from torchpmap._runtime.local.forkserver import command, server
@@ -98,7 +97,7 @@ WAITS = {
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_a_stopped_worker_is_ended(wait, monkeypatch):
-    monkeypatch.setattr(vigil, "STOPPED_S", 0.2)
+    monkeypatch.setattr(waits, "STOPPED_S", 0.2)
     with lives_on(1) as (pids, _):
         os.kill(pids[0], signal.SIGSTOP)
         with pytest.raises(tp.WorkerDied, match=r"had been stopped for .* while it was waited for"):
@@ -106,7 +105,7 @@ def test_a_stopped_worker_is_ended(wait, monkeypatch):
 
 
 def test_a_stopped_worker_that_no_call_waits_for_lives(monkeypatch):
-    monkeypatch.setattr(vigil, "STOPPED_S", 0.0)
+    monkeypatch.setattr(waits, "STOPPED_S", 0.0)
     with lives_on(0, 1) as (pids, _):
         monitor = running_pool().monitor
         os.kill(pids[0], signal.SIGSTOP)
@@ -172,7 +171,7 @@ def test_an_exception_does_not_wait_for_a_rank_that_cannot_be_cancelled(tmp_path
 
 
 def test_a_user_is_told_who_is_waited_for(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(vigil, "_SLOW_S", 0.1)
+    monkeypatch.setattr(waits, "_SLOW_S", 0.1)
     gate = tmp_path / "open"
     pids = worker_pids(2)
     said = []
@@ -277,7 +276,7 @@ SIGPIPE = """
         pool = current.runtime()._pool
         y.block_until_ready()
         victim = pids()[1]
-        pool._crew.monitor.soon(lambda: os.kill(victim, 9))
+        pool._workers.monitor.soon(lambda: os.kill(victim, 9))
         for _ in range(2000):
             try:
                 f(torch.ones(2)); tp.device_put(torch.ones(2, 9), tp.devices()[1])
@@ -407,13 +406,12 @@ def test_a_worker_that_prints_without_end_stops_no_call(monkeypatch):
         return x
 
     monkeypatch.setattr(sys, "stdout", Slow())
-    monkeypatch.setattr(_output, "_QUEUED_CHARACTERS", 1 << 17)
-    printer = running_pool().monitor._printer
+    printer = running_pool().monitor.printer
     most = []
     flooded = tp.pmap(flood, compile=False, devices=tp.devices())
     with beside(flooded, rows) as ended:
         while not ended.done():
-            most.append(printer._queued)
+            most.append(sum(len(each[1]) for each in tuple(printer._queue) if type(each) is tuple))
             time.sleep(0.001)
     assert max(most) < 1 << 20  # of 4 MB
     assert_pool_works()

@@ -1,6 +1,4 @@
-"""Covers: _runtime/wire.py, _runtime/local/outbox.py and _runtime/local/inbox.py, over real
-sockets.
-"""
+"""Covers: _runtime/wire.py and _runtime/local/outbox.py, over real sockets."""
 
 from __future__ import annotations
 
@@ -17,17 +15,20 @@ from hypothesis import strategies as st
 from test_staging import Pair
 
 from torchpmap._runtime import wire
-from torchpmap._runtime.local.inbox import Inbox
 from torchpmap._runtime.local.outbox import Outbox
 from torchpmap._runtime.wire import FrameError, FrameReader, Stream, frame, pack_ints, put_frame
 
 
+def own_memory(kind, seq, length, given):
+    return memoryview(bytearray(length))
+
+
 @contextmanager
-def connection(size=1 << 16):
+def connection(size=1 << 16, room=own_memory):
     """(our end, reader of the other end)."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield ours, FrameReader(theirs, size)
+        yield ours, FrameReader(theirs, room, size)
 
 
 def sending(end, *payloads):
@@ -44,12 +45,10 @@ def sending(end, *payloads):
 def read_frames(reader):
     """All whole frames up to the end of the stream."""
     frames = []
-    while True:
-        try:
-            length, kind, seq = reader.header()
-            frames.append((kind, seq, bytes(reader.body(length))))
-        except EOFError:
-            return frames
+    with contextlib.suppress(EOFError):
+        for kind, seq, body in reader.frames():
+            frames.append((kind, seq, bytes(body)))
+    return frames
 
 
 FRAMES = st.lists(
@@ -83,38 +82,44 @@ def test_end_in_the_middle_of_a_frame(length):
         assert read_frames(reader) == sent[: (length >= 30) + (length >= 154)]
 
 
-def test_end_in_the_middle_of_a_payload():
-    with connection() as (end, reader):
-        end.sendall(frame(1, 1, bytes(11))[:-1])
-        end.close()
-        reader.header()
-        with pytest.raises(EOFError):
-            reader.into(memoryview(bytearray(11)))
-
-
-@pytest.mark.parametrize(
-    "read",
-    [lambda r: r.body(12), lambda r: r.into(memoryview(bytearray(12)))],
-    ids=["body", "into"],
-)
-def test_no_more_is_read_than_a_frame_has(read):
-    with connection() as (end, reader):
-        end.sendall(frame(1, 1, bytes(11)) + frame(2, 2, bytes(11)))
-        reader.header()
-        with pytest.raises(FrameError, match="12 bytes are expected, but 11 are left"):
-            read(reader)
-
-
 @pytest.mark.parametrize("size", [0, 1, 24, 100, 1 << 20])
-def test_payload_goes_straight_to_its_place(size):
+def test_a_large_body_goes_straight_to_its_place(size):
     payload = bytes(k % 251 for k in range(size))
-    target = bytearray(size)
+    target = memoryview(bytearray(size))
     messages = (frame(9, 3, payload), frame(10, 4, b"next"))
-    with connection(64) as (end, reader), sending(end, *messages):
-        assert reader.header() == (size, 9, 3)
-        reader.into(memoryview(target))
-        assert target == payload
+    with connection(64, lambda *_: target) as (end, reader), sending(end, *messages):
+        frames = reader.frames()
+        kind, seq, body = next(frames)
+        assert (kind, seq, body) == (9, 3, payload)
+        assert (body is target) is (size > 40)
+        assert next(frames) == (10, 4, b"next")
+
+
+def test_a_body_without_memory_is_skipped():
+    """Whatever it holds."""
+
+    def room(kind, seq, length, given):
+        assert (kind, length, bytes(given)) == (9, 1000, body[: len(given)])
+        raise MemoryError
+
+    body = frame(11, 7, b"no frame") * 50
+    messages = (frame(8, 2, b"before"), frame(9, 3, body[:1000]), frame(10, 4, b"next"))
+    with connection(64, room) as (end, reader), sending(end, *messages):
+        frames = reader.frames()
+        assert next(frames) == (8, 2, b"before")
+        with pytest.raises(MemoryError):
+            next(frames)
+        assert reader.head == (9, 3, 1000)
         assert read_frames(reader) == [(10, 4, b"next")]
+
+
+def test_a_reader_that_does_not_wait_ends_when_nothing_is_there_or_it_has_read_enough():
+    with connection() as (end, reader):
+        assert list(reader.frames(socket.MSG_DONTWAIT)) == []
+        end.sendall(frame(1, 1, bytes(11)) + frame(2, 2)[:-1])
+        assert [kind for kind, *_ in reader.frames(most=1)] == [1]
+        end.sendall(frame(2, 2)[-1:])
+        assert [kind for kind, *_ in reader.frames(socket.MSG_DONTWAIT)] == [2]
 
 
 @pytest.mark.parametrize("sizes", [(10,), (10, 20), (24, 1 << 17), (1 << 17, 3, 1 << 17)])
@@ -183,14 +188,29 @@ def _bytes(tensor):
 
 def round_trip(tensor):
     with connection() as (end, reader), sending(end, *map(bytes, put_frame(5, 77, tensor))):
-        _, kind, seq = reader.header()
+        frames = reader.frames()
+        kind, seq, body = next(frames)
         assert (kind, seq) == (wire.PUT, 5)
-        (handle,) = reader.body(8).cast("q")
+        (handle,) = body[:8].cast("q")
         assert handle == 77
-        received = wire.read_tensor(reader, "here")
+        received = wire.read_tensor(body[8:])
         with pytest.raises(EOFError):
-            reader.header()  # the length announced is the length sent
+            next(frames)  # the length announced is the length sent
         return received
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ((99, 1, 4), "a tensor of dtype 99 with 1 dims"),
+        ((0, 5, 4), "a tensor of dtype 0 with 5 dims"),
+        ((wire.DTYPES.index(torch.float32), 1, 3), r"float32\[3\] in 8 bytes"),
+        ((wire.DTYPES.index(torch.float32), 1, -2), r"float32\[-2\] in 8 bytes"),
+    ],
+)
+def test_a_tensor_that_is_none(given, why):
+    with pytest.raises(FrameError, match=why):
+        wire.read_tensor(memoryview(pack_ints(*given) + bytes(8)))
 
 
 def through_shared_memory(tensor):
@@ -315,16 +335,15 @@ def test_an_outbox_whose_receiver_is_gone():
         assert receivers.read(2) == b"z3"
 
 
-def test_an_inbox_gives_frames_when_they_are_complete():
+def test_frames_are_given_when_they_are_complete():
     """However they are cut, also large ones that go to a place of their own."""
     place = memoryview(bytearray(700_000))
-    with Receivers(1) as receivers:
-        (ours,), (theirs,) = receivers.ours, receivers.theirs
 
-        def room(kind: int, seq: int, length: int) -> memoryview:
-            return place if kind == wire.DATA else memoryview(bytearray(length))
+    def room(kind, seq, length, given):
+        return place if kind == wire.DATA else memoryview(bytearray(length))
 
-        inbox, found = Inbox(ours, room), []
+    with connection(room=room) as (end, reader):
+        found = []
         sent = [
             (wire.DONE, 1, b""),
             (wire.REPLY, 2, bytes(range(256)) * 300),
@@ -332,15 +351,12 @@ def test_an_inbox_gives_frames_when_they_are_complete():
             (wire.DONE, -4, b"x" * 100),
         ]
         stream = b"".join(frame(kind, seq, body) for kind, seq, body in sent)
-        assert list(inbox.frames()) == []
         cuts = [0, 1, 23, 24, 25, 70_000, 80_000, 500_000, 777_000, len(stream)]
-        for begin, end in pairwise(cuts):
-            piece = stream[begin:end]
+        for first, last in pairwise(cuts):
+            piece = stream[first:last]
             while piece:
-                piece = piece[theirs.send(piece[: 1 << 16]) :]
-                found += [(kind, seq, bytes(body)) for kind, seq, body in inbox.frames()]
+                piece = piece[end.send(piece[: 1 << 16]) :]
+                arrived = reader.frames(socket.MSG_DONTWAIT)
+                found += [(kind, seq, bytes(body)) for kind, seq, body in arrived]
         assert found == sent
         assert bytes(place) == sent[2][2]
-        theirs.close()
-        with pytest.raises(EOFError):
-            list(inbox.frames())

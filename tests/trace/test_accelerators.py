@@ -13,7 +13,7 @@ import torchpmap as tp
 from torchpmap._base.devices import CUDA, usable_cores
 from torchpmap._base.torch_internals import FakeTensorMode
 from torchpmap._plan.cost import propagated
-from torchpmap._runtime.torchrun.identity import described
+from torchpmap._runtime.torchrun.calls import described
 from torchpmap._sharded.transfer import store_on
 from torchpmap._trace import compile as _compile
 from torchpmap._trace.compile import Definition, compile_definition, parse_compile

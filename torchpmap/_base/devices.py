@@ -6,21 +6,21 @@ can no longer fork, and the number of devices is needed before the workers exist
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from torchpmap._base.lagging import Lagging
-from torchpmap._base.platform import Cuda, Platform, SharedCuda, Xpu, usable_cores
+from torchpmap._base.platform import Cuda, Platform, Xpu, usable_cores
 
-_lags = os.environ.get("TORCHPMAP_TEST_LAG") == "1"
-_shares = os.environ.get("TORCHPMAP_TEST_SHARE") == "1"
-CUDA = SharedCuda() if _shares else Cuda()
-PLATFORMS: dict[str, Platform] = {
-    each.name: each for each in (Lagging() if _lags else Platform(), CUDA, Xpu())
-}
+CUDA = Cuda()
+PLATFORMS: dict[str, Platform] = {each.name: each for each in (Platform(), CUDA, Xpu())}
+if _stand_in := os.environ.get("TORCHPMAP_TEST_PLATFORM"):  # "module:class", for tests
+    _module, _, _class = _stand_in.partition(":")
+    _platform: Platform = getattr(importlib.import_module(_module), _class)()
+    PLATFORMS[_platform.name] = _platform
 
 
 def default_platform() -> Platform:

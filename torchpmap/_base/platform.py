@@ -72,8 +72,6 @@ class Platform:
     """The kind of back end that carries collectives between devices."""
     backends = "gloo"
     """The back ends of ``torch.distributed``, as ``init_process_group`` takes them."""
-    meets_on_host = False
-    """Whether collectives take copies of tensors in the memory of the host."""
     is_asynchronous = False
     """Whether an operation may return before it is complete, and raise its error later."""
     is_hardware = False
@@ -199,6 +197,10 @@ class Platform:
         carries both.
         """
         return None
+
+    def through(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The group whose collectives run: ``group``, or one that calls it."""
+        return group
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """End the collectives of ``groups`` that run on the devices (from any thread)."""
@@ -422,45 +424,6 @@ class Cuda(Accelerator):
 def _are_slices(listed: Sequence[str]) -> bool:
     """Whether these are parts of GPUs (MIG), of which a process can use one."""
     return bool(listed) and listed[0].startswith("MIG-")
-
-
-class SharedCuda(Cuda):
-    """The first GPU for every worker, for tests: ``TORCHPMAP_TEST_SHARE=1``.
-
-    NCCL refuses two processes on one GPU.  Tensors travel through the host, and Gloo's collectives
-    end when its sockets are shut down.
-    """
-
-    collectives = "GLOO"
-    backends = "gloo"
-    meets_on_host = True
-
-    def count(self) -> int:
-        return _MAX_CPU_DEVICES if super().count() else 0
-
-    def environment(self, rank: int) -> dict[str, str]:
-        return super().environment(0)
-
-    def device(self, number: int = 0) -> torch.device:
-        return super().device(0)
-
-    def narrow(self, number: int) -> int:
-        return super().narrow(0)
-
-    def open(self, number: int, id: int) -> torch.device:
-        return super().open(0, id)
-
-    def model(self, number: int) -> str:
-        return super().model(0)
-
-    def hardware(self, number: int) -> str:
-        return ""
-
-    def communicator(self, store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
-        return None
-
-    def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        pass
 
 
 class Xpu(Accelerator):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torchpmap._base.config import Config, config
 from torchpmap._base.devices import PLATFORMS, default_platform, usable_cores
 from torchpmap._runtime.groups.shared_memory import is_able
-from torchpmap._runtime.torchrun.launcher import found_place
+from torchpmap._runtime.torchrun.place import found_place
 from torchpmap._trace.toolchain import cache_folder, cpp_compiler, missing_compiler
 
 Facts = dict[str, dict[str, Any]]

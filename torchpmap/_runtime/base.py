@@ -67,7 +67,7 @@ class Runtime(Protocol):
         """Whether plans and functions run in this process, which has all that the user defined."""
 
     @property
-    def scarred(self) -> bool:
+    def has_losses(self) -> bool:
         """Whether values may be lost: only then must callers ``check`` the handles they keep."""
 
     @property
@@ -155,7 +155,7 @@ class Runtime(Protocol):
         others is found; ``numbers``: those that it was given, each with a digest.
         """
 
-    def insist(self) -> None:
+    def raise_if_closed(self) -> None:
         """Raise ``RuntimeClosed`` if the runtime was closed."""
 
     def close(self) -> None:

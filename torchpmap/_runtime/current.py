@@ -29,8 +29,7 @@ from torchpmap._layout import axis_stack
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import JobRuntime, PoolRuntime, Runtime
 from torchpmap._runtime.local.reentry import refuse_to_wait
-from torchpmap._runtime.torchrun.launcher import JobPlace, found_place
-from torchpmap._runtime.torchrun.placement import devices_of
+from torchpmap._runtime.torchrun.place import JobPlace, devices_of, found_place
 
 _LOCK_S = 0.5
 _CALLS_S = 1.0
@@ -176,7 +175,7 @@ def _restart_or_raise(ended: Runtime) -> None:
     several processes of a job.
     """
     if ended.forked or _place is not None:
-        ended.insist()
+        ended.raise_if_closed()
     ended.close()
     _start(ended.devices)
 

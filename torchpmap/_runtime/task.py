@@ -28,8 +28,8 @@ def bytes_held(tensors: Iterable[torch.Tensor]) -> int:
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
-Handler = Callable[[int, int], None]
-"""Of a command: its number and its length."""
+Handler = Callable[[int, memoryview], None]
+"""Of a command: its number and its body."""
 
 
 @dataclass(frozen=True)

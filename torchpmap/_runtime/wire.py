@@ -2,7 +2,7 @@
 
 One stream socket per worker carries both directions::
 
-    controller --- DEFINE CALL PUT PLACE FREE TASK GROUP FORGET LOAD FETCH SYNC ... ---> worker
+    controller --- DEFINE CALL PUT PLACE FREE TASK GROUP FORGET LOAD FETCH ... --------> worker
     controller <-- READY DONE DATA REPLY FAILED DRAINED ------------------------------- worker
 
 A frame is a fixed header and a body.  The header is the ``length`` of the body in bytes, the
@@ -10,21 +10,19 @@ A frame is a fixed header and a body.  The header is the ``length`` of the body 
 64-bit integers for the hot kinds, a pickle for the rare ones, raw tensor bytes for data.  Pickles
 travel only over these inherited, unnamed sockets.
 
-The reader counts the bytes left of a body.  If a handler fails, the rest of its body is skipped, so
-it is never taken for a frame.  Reading past a body is refused.
+A frame is read whole before anything is done with it, so that a failure never leaves a rest that
+would be taken for a frame.
 
 A worker's control socket carries pairs of integers (``CONTROL``), see ``_runtime/local/worker``.
 """
 
 from __future__ import annotations
 
-import enum
 import math
-import os
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -38,10 +36,11 @@ HEADER = struct.Struct("<QQq")  # body bytes, kind, seq
 
 # controller -> worker
 DEFINE, CALL, PUT, FREE, TASK, GROUP, FORGET, PLACE, LOAD = range(1, 10)
-FETCH, SYNC, DRAIN, REGROUP = range(11, 15)
+FETCH, DRAIN, REGROUP = range(11, 14)
 # worker -> controller
 READY, DONE, DATA, REPLY, FAILED, DRAINED = range(101, 107)
 
+BUFFER_BYTES = 1 << 16
 MAX_BODY = 1 << 44
 """More bytes than any value has."""
 
@@ -67,14 +66,6 @@ DTYPES: tuple[torch.dtype, ...] = tuple(
 )
 """All of torch, in an order that is the same in all processes."""
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-
-
-class Origin(enum.IntEnum):
-    """Where the exception of a failed call comes from; all but the first are consequences."""
-
-    USER = 0
-    COMMUNICATION = 1
-    CANCELLED = 2
 
 
 class FrameError(EOFError):
@@ -111,101 +102,90 @@ class Stream:
             return self._is_torn
 
 
+Room = Callable[[int, int, int, memoryview], memoryview]
+"""Gives the memory for the body of a frame that is larger than the buffer: kind, seq, length, and
+what of the body has arrived.
+"""
+
+
 class FrameReader:
-    """Buffered frames from a blocking socket; ``EOFError`` when the peer is gone or sends no
-    frames.
-    """
+    """Puts together frames from the bytes of a socket (one thread)."""
 
-    def __init__(self, sock: socket.socket, size: int = 1 << 16) -> None:
+    def __init__(self, sock: socket.socket, room: Room, size: int = BUFFER_BYTES) -> None:
         self._sock = sock
-        self._bytes = bytearray(size)
-        self._view = memoryview(self._bytes)
-        self._start = 0
-        self._end = 0
-        self.left = 0
-        """Bytes of the current body that have not been read."""
-        self.has_ended = False
-        """Whether the socket has ended. If it has not, the exception came from elsewhere."""
+        self._room = room
+        self._buffer = memoryview(bytearray(size))
+        self._start = self._end = 0  # the part of the buffer that is received, but not used
+        self.head = (0, 0, 0)
+        """Kind, seq and length of the last frame that did not fit in the buffer."""
+        self._body = memoryview(b"")  # of a frame that does not fit in the buffer
+        self._filled = 0
+        self._lost = 0  # bytes still to come of a body for which there was no memory
 
-    def header(self) -> tuple[int, int, int]:
-        """(length of the body, kind, seq) of the next frame."""
-        if self.left:
-            raise self.broken(f"{self.left} bytes of a frame were not expected")
-        self._need(24)
-        found = HEADER.unpack_from(self._bytes, self._start)
-        self._start += 24
-        self.left = found[0]
-        return found
+    def frames(self, flags: int = 0, most: int = MAX_BODY) -> Iterator[tuple[int, int, memoryview]]:
+        """(kind, seq, body) of each frame, valid until the next one is read; large bodies are in
+        the memory that was given for them.
 
-    def body(self, length: int) -> memoryview:
-        """The next ``length`` bytes of the body, valid until the next read.
+        Args:
+            flags: with ``MSG_DONTWAIT`` it ends when nothing more has arrived.
+            most: it ends when so many bytes were read.
 
-        Without memory for them, raises ``MemoryError`` before it reads anything.
+        Raises:
+            EOFError: the peer is gone.
+            MemoryError: there is none for the body of frame ``head``, which is skipped.
         """
-        if length > self.left:
-            raise self._beyond(length)
-        if length > len(self._bytes):
-            whole = memoryview(bytearray(length))
-            self.into(whole)
-            return whole
-        self._need(length)
-        start = self._start
-        self._start = start + length
-        self.left -= length
-        return self._view[start : start + length]
+        received = 0
+        while True:
+            while self._end - self._start >= 24 and not self._lost and not self._body:
+                length, kind, seq = HEADER.unpack_from(self._buffer, self._start)
+                begin = self._start + 24
+                if begin + length <= self._end:
+                    self._start = begin + length
+                    yield kind, seq, self._buffer[begin : begin + length]
+                elif 24 + length <= len(self._buffer):
+                    break
+                else:
+                    self._begin(kind, seq, length)
+            if received >= most:
+                return
+            try:
+                received += self._receive(flags)
+            except BlockingIOError:
+                return
+            if self._body and self._filled == len(self._body):
+                body, self._body = self._body, memoryview(b"")
+                yield *self.head[:2], body
 
-    def into(self, target: memoryview) -> None:
-        """Fill ``target`` (large payloads go straight to their place)."""
-        length = len(target)
-        if length > self.left:
-            raise self._beyond(length)
-        if not length:  # an empty target may be read-only
-            return
-        have = min(length, self._end - self._start)
-        target[:have] = self._view[self._start : self._start + have]
-        self._start += have
-        self.left -= have
-        while have < length:
-            got = self._receive(target[have:])
-            have += got
-            self.left -= got
+    def _begin(self, kind: int, seq: int, length: int) -> None:
+        """The rest of the buffer is the begin of a body that does not fit."""
+        given = self._buffer[self._start + 24 : self._end]
+        self.head = kind, seq, length
+        self._start, self._lost = self._end, length - len(given)
+        self._body = self._room(kind, seq, length, given)
+        self._lost, self._filled = 0, len(given)
+        self._body[: self._filled] = given
 
-    def skip(self) -> None:
-        """Pass over what is left of the body, in pieces that fit in the buffer."""
-        while self.left:
-            self._need(1)
-            have = min(self.left, self._end - self._start)
-            self._start += have
-            self.left -= have
+    def _receive(self, flags: int) -> int:
+        """Read into the body directly if it needs more than the buffer has."""
+        if self._body:
+            got = self._recv(self._body[self._filled :], flags)
+            self._filled += got
+            return got
+        rest = self._end - self._start
+        if self._start and rest:
+            self._buffer[:rest] = bytes(self._buffer[self._start : self._end])
+        got = self._recv(self._buffer[rest:], flags)
+        passed = min(self._lost, got)
+        self._lost -= passed
+        self._start, self._end = passed, rest + got
+        return got
 
-    def broken(self, why: str) -> FrameError:
-        """The error to raise; the start of the next frame is no longer known."""
-        self.has_ended = True
-        return FrameError(f"broken frame: {why}")
-
-    def _beyond(self, length: int) -> FrameError:
-        return self.broken(f"{length} bytes are expected, but {self.left} are left")
-
-    def _need(self, length: int) -> None:
-        if self._end - self._start >= length:
-            return
-        if self._start == self._end:
-            self._start = self._end = 0
-        elif self._start + length > len(self._bytes):
-            rest = bytes(self._view[self._start : self._end])
-            self._view[: len(rest)] = rest
-            self._start, self._end = 0, len(rest)
-        while self._end - self._start < length:
-            self._end += self._receive(self._view[self._end :])
-
-    def _receive(self, target: memoryview) -> int:
+    def _recv(self, target: memoryview, flags: int) -> int:
         try:
-            got = self._sock.recv_into(target)
+            got = self._sock.recv_into(target, 0, flags)
         except ConnectionError as error:
-            self.has_ended = True
             raise EOFError from error
         if not got:
-            self.has_ended = True
             raise EOFError
         return got
 
@@ -265,42 +245,30 @@ def refuse_other(tensor: torch.Tensor, expected: Sequence[int], where: str) -> N
         )
 
 
-def read_tensor(reader: FrameReader, where: str) -> torch.Tensor:
-    """A tensor from a description (see ``describe``) followed by its bytes, the rest of the body.
-
-    Without memory ``where``, raises ``MemoryError``; the bytes are then still to be skipped.
+def read_tensor(body: memoryview) -> torch.Tensor:
+    """The tensor that a description (see ``describe``) and its bytes say.  It is in the memory of
+    the body, if that is too large for a buffer.
     """
-    code, dims = struct.unpack("<2q", reader.body(16))
-    if not (0 <= code < len(DTYPES) and 0 <= 8 * dims <= reader.left):
-        raise reader.broken(f"a tensor of dtype {code} with {dims} dims")
-    dtype, shape = DTYPES[code], struct.unpack(f"<{dims}q", reader.body(8 * dims))
+    dtype, shape, start = read_kind(body)
     size = math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0 or size != reader.left:
-        raise reader.broken(f"{kind_of(shape, dtype)} in {reader.left} bytes")
-    try:
-        tensor = torch.empty(shape, dtype=dtype)
-    except (RuntimeError, MemoryError) as error:
-        raise no_memory(where, shape, dtype) from error
-    reader.into(bytes_of(tensor))
+    if min(shape, default=0) < 0 or size != len(body) - start:
+        raise FrameError(f"broken frame: {kind_of(shape, dtype)} in {len(body) - start} bytes")
+    if len(body) > BUFFER_BYTES:
+        return torch.frombuffer(body[start:], dtype=torch.uint8).view(dtype).view(shape).detach()
+    tensor = torch.empty(shape, dtype=dtype)
+    if size:
+        bytes_of(tensor)[:] = body[start:]
     return tensor
+
+
+def read_kind(body: memoryview) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """Dtype and shape, and where the bytes begin, of what follows a description."""
+    code, dims = struct.unpack_from("<2q", body)
+    if not (0 <= code < len(DTYPES) and 0 <= 8 * dims <= len(body) - 16):
+        raise FrameError(f"broken frame: a tensor of dtype {code} with {dims} dims")
+    return DTYPES[code], struct.unpack_from(f"<{dims}q", body, 16), 16 + 8 * dims
 
 
 def no_memory(where: str, shape: Sequence[int], dtype: torch.dtype) -> MemoryError:
     size = math.prod(shape) * dtype.itemsize
     return MemoryError(f"no memory {where} for {kind_of(shape, dtype)}: {size} bytes")
-
-
-class InheritedFd:
-    """A file descriptor that a worker inherited."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def socket(self) -> socket.socket:
-        return socket.socket(fileno=self.fd)
-
-    def path(self) -> str:
-        return f"/proc/self/fd/{self.fd}"
-
-    def close(self) -> None:
-        os.close(self.fd)

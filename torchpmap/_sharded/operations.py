@@ -88,7 +88,7 @@ class _Known:
 
     def number(self, value: bool | int | float | complex) -> Handle:
         """A Python number on the devices."""
-        if self.team.runtime.scarred:  # a restarted worker may lack the number
+        if self.team.runtime.has_losses:  # a restarted worker may lack the number
             self.numbers.clear()
         key = (type(value), repr(value))
         handle = self.numbers.get(key)
@@ -207,7 +207,7 @@ def _team_of(kind: Any, operands: Sequence[Any]) -> Team:
     """
     teams = [x._handle.team for x in operands if type(x) is kind]
     (runtime, *others) = {team.runtime for team in teams}
-    if others or runtime.closed or runtime.scarred:
+    if others or runtime.closed or runtime.has_losses:
         for operand in operands:
             if type(operand) is kind:
                 operand._handle.team.runtime.check(operand._handle)

@@ -124,7 +124,7 @@ class StepNumbers:
         return None
 
     def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
-        if current_runtime().scarred:
+        if current_runtime().has_losses:
             for each in tuple(_holders):  # one that is called no more must hold nothing either
                 each.forget_lost()
         values, held = self.numbers.read().tobytes(), self._held

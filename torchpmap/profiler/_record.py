@@ -109,10 +109,10 @@ class Recorder:
     def timed(self, handler: Handler, label: Callable[[], str], **details: Any) -> Handler:
         """A worker's handler of commands, with a span per command."""
 
-        def run(seq: int, length: int) -> None:
+        def run(seq: int, body: memoryview) -> None:
             with self.span("", seq=seq, **details) as span:
                 try:
-                    handler(seq, length)
+                    handler(seq, body)
                 finally:
                     span.name = label()
 

@@ -44,7 +44,6 @@ from torchpmap._base.torch_groups import (
 from torchpmap._base.tracebacks import CAUSE, CONTEXT, MEMBERS, TRACE
 from torchpmap._runtime.groups.shared_memory import Meeting, Occasion, Peers, connect
 from torchpmap._runtime.groups.shared_memory_group import SharedMemoryGroup, described
-from torchpmap._runtime.groups.through_host import ThroughHost
 from torchpmap._runtime.sockets import connected, open_sockets
 
 RankTuple = tuple[int, ...]
@@ -94,13 +93,13 @@ class Groups:
         self._times: Counter[str] = Counter()
         """How often a group was released in this epoch: a store remembers what it has read."""
         self.epoch = 0
-        self._is_forsaken = False
+        self._is_forked = False
 
     def ensure(self, name: str, partition: RankPartition) -> None:
         """Make this rank's group of ``partition`` under ``name``; every member must do the same."""
         if name in self._groups:
             return
-        if self._is_forsaken:  # else this process would wait for the members forever
+        if self._is_forked:  # else this process would wait for the members forever
             raise GroupLost("process group: this process was forked, and is no rank of any group")
         members = next((part for part in partition if self._rank in part), None)
         if members is None:
@@ -210,7 +209,7 @@ class Groups:
         if self._device.type != "cpu":
             kind = self._platform.collectives
             add_backend(group, self._device.type, kind, device or gloo, is_default=True)
-        return ThroughHost(group) if self._platform.meets_on_host else group
+        return self._platform.through(group)
 
     def abort(self, epoch: int) -> None:
         """Free this rank from any collective up to ``epoch``; a late order for an older epoch does
@@ -309,13 +308,13 @@ class Groups:
                 poll.register(connection, select.POLLRDHUP)
             return bool(poll.poll(0)) or self._peers.has_lost_any()
 
-    def forsake(self) -> None:
+    def in_forked_child(self) -> None:
         """In a forked child: collectives find no group, and make none.  All groups are the
         parent's.
         """
-        self._is_forsaken = True
+        self._is_forked = True
         for meeting in self._meetings:
-            meeting.forsake()
+            meeting.in_forked_child()
         for name, group in self._groups.items():
             if group is not None:
                 unregister_group(name)

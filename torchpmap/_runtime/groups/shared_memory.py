@@ -221,7 +221,7 @@ class Meeting:
         end = None
         while (answer := step(ctypes.byref(state), given)) == LATE:
             end = time.monotonic() + self.limit_s if end is None else end
-            self._insist(end)
+            self._raise_if_in_vain(end)
         return answer
 
     def _refuse_interrupted(self) -> None:
@@ -232,7 +232,7 @@ class Meeting:
             self.abort()
             raise GroupLost("process group: an exception ended an earlier collective half-way")
 
-    def _insist(self, end: float) -> None:
+    def _raise_if_in_vain(self, end: float) -> None:
         """Raise if it is in vain to wait on."""
         state = self.state
         theirs = _CACHE_LINE * state.awaited
@@ -314,7 +314,7 @@ class Meeting:
         for place in range(self._memory.size):
             self._wake(_CACHE_LINE * place)
 
-    def forsake(self) -> None:
+    def in_forked_child(self) -> None:
         """In a forked child: meeting raises, and writes no more to the shared memory."""
         self._use(_Memory(-1, self._memory.size))
         self._numbers[self._memory.aborted] = 1

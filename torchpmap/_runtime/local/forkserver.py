@@ -28,12 +28,11 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import spawn
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from torchpmap._base.config import config
+from torchpmap._base.config import Config, config
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import has_accelerator
 from torchpmap._base.errors import PmapError, RuntimeClosed
@@ -42,13 +41,6 @@ REQUEST = struct.Struct("<q")  # number of the request; with descriptors, unless
 LOAD = 0  # no worker is wanted, but that the next ones have the compiler in memory
 ANSWER = struct.Struct("<qq")  # number of the request, pid (or minus an errno); with a pidfd
 EXIT_CODE = struct.Struct("<q")
-FDS = (
-    *("command", "control", "lifeline", "output", "errors"),
-    *("store", "progress", "bell", "stacks", "staging", "landing"),
-)
-"""Names in the worker's ``Birth`` for the descriptors of a request.  Two others come first: of the
-pickled ``Inheritance``, and of the pipe for the exit code.
-"""
 
 _ATTEMPTS = 2
 _IMPORT_S = 300.0
@@ -59,16 +51,34 @@ _LOOK_S = 0.1
 _END_S = 1.0
 
 
-@dataclass(frozen=True)
-class Inheritance:
-    """What a worker takes over from the controller, besides descriptors."""
+class Fds(NamedTuple):
+    """The descriptors of a request that a worker keeps.  Two others come first: of the pickled
+    ``WorkerArgs``, and of the pipe for the exit code.
+    """
 
-    name: str
+    command: int
+    control: int
+    lifeline: int
+    output: int
+    errors: int
+    store: int
+    progress: int
+    bell: int
+    landing: int
+    stacks: int
+    staging: int
+
+
+class WorkerArgs(NamedTuple):
+    """What a worker is told when it starts."""
+
+    rank: int
+    device_type: str
+    num_threads: int
+    config: Config
     path: list[str]
     argv: list[str]
     folder: str | None
-    birth: dict[str, Any]
-    """Arguments of ``Birth``."""
 
 
 class ForkServer:
@@ -128,7 +138,7 @@ class ForkServer:
             OSError: there are no descriptors, no memory or no processes left.
             PmapError: the fork server cannot be started.
         """
-        memory = os.memfd_create("torchpmap-birth", os.MFD_CLOEXEC)
+        memory = os.memfd_create("torchpmap-worker", os.MFD_CLOEXEC)
         try:
             with open(memory, "wb", closefd=False) as file:
                 file.write(data)
@@ -235,23 +245,23 @@ class ForkServer:
 
     def _end(self) -> None:
         """End it, even if it is stopped: closing its lifeline kills it."""
-        self._hang_up()
+        self._close_channel()
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.kill()
                 process.wait(_END_S)
 
-    def _hang_up(self) -> None:
+    def _close_channel(self) -> None:
         if self._channel is not None:
             self._channel.close()
             os.close(self._lifeline)
             self._channel, self._lifeline = None, -1
 
-    def abandon(self) -> None:
+    def in_forked_child(self) -> None:
         """In a forked child: the fork server is the parent's."""
         self._lock = threading.Lock()
-        self._hang_up()
+        self._close_channel()
         if self._process is not None:
             self._process.returncode = 0  # else Popen warns that the process still runs
             self._process = None
@@ -337,4 +347,4 @@ def explained() -> Iterator[None]:
 
 
 server = ForkServer()
-os.register_at_fork(after_in_child=server.abandon)
+os.register_at_fork(after_in_child=server.in_forked_child)

@@ -1,10 +1,9 @@
-"""The one thread of the controller that reads: answers, deaths and output of all workers.
+"""The one thread of the controller that reads the answers of all workers, and notices their ends.
 
 ::
 
     worker sockets --> answers   --> Pending requests (callers wait on them), failures --> on_event
     exit pipes     --> deaths    --> on_event
-    output pipes   --> lines     --> Printer: sys.stdout / sys.stderr, prefixed with the device
 
 It never waits for anything: not for the rest of a frame, not for room in a socket, not for a lock
 that is held while a thread waits.  Callers rely on it to end their waits.  If it fails, it calls
@@ -14,29 +13,33 @@ that is held while a thread waits.  Callers rely on it to end their waits.  If i
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import Device
 from torchpmap._base.ending import surely
 from torchpmap._base.errors import pack_exception
 from torchpmap._runtime import wire
-from torchpmap._runtime.local.inbox import Inbox
-from torchpmap._runtime.local.losses import Era
-from torchpmap._runtime.local.output import Lines, Printer
+from torchpmap._runtime.local.incidents import Era
+from torchpmap._runtime.local.output import Printer
 from torchpmap._runtime.local.process import WorkerProcess
 from torchpmap._runtime.local.reentry import MONITOR
 from torchpmap._runtime.local.supervise import Drained, Event, Exited, Failed, Ready
+from torchpmap._runtime.wire import FrameReader
 
-_TICK_S = 0.5
-_PIPE_READS = 16
-"""More reads than empty a full pipe, unless its writer goes on."""
+_BEGIN_S = 0.5
+"""How long its owner has to get ready."""
+_EXIT_S = 0.5
+"""How long the fork server may take to say how a worker has ended."""
+_TURN_BYTES = 1 << 20
+"""How many bytes of answers are read before it is the turn of another worker."""
 _JOIN_S = 1.0
 """How long to wait for this thread, which waits for nothing itself."""
 _KNOWN_S = 1.0
@@ -76,12 +79,19 @@ class Pending:
         """What the ranks do while the controller waits."""
         self.missing = set(ranks)
         self.targets = targets or {}
-        self.replies: dict[int, memoryview] = {}
+        self.replies: dict[int, bytes] = {}
         self.interrupted = False
         self.is_withheld = False
         """Whether the command will fail whatever the ranks still answer."""
         self._lock = threading.Lock()
         self._lock.acquire()
+
+    def place(self, rank: int, length: int) -> memoryview:
+        """Where the caller wants the bytes of a rank."""
+        target = self.targets[rank]
+        if len(target) != length:
+            raise wire.FrameError(f"{length} bytes of a value that has {len(target)}")
+        return target
 
     def release(self, *, interrupted: bool) -> None:
         """Wake the waiter; only for the thread that took the request out of ``Monitor.pending``."""
@@ -94,11 +104,6 @@ class Pending:
         return not self.interrupted
 
 
-class _Outputs(NamedTuple):
-    output: Lines
-    errors: Lines
-
-
 class Monitor:
     """Owns the reading side; ``watch``/``forget``/``stop`` may be called from any thread."""
 
@@ -107,42 +112,35 @@ class Monitor:
         devices: Sequence[Device],
         *,
         on_event: Callable[[Event], None],
-        on_tick: Callable[[], None],
+        on_tick: Callable[[], float],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        """``on_tick`` is called twice a second; ``on_crash`` with an unexpected exception, which
-        ends the thread.
+        """``on_tick`` is called now and then, and tells after how many seconds again; ``on_crash``
+        with an unexpected exception, which ends the thread.
         """
         self.pending: dict[int, Pending] = {}
         """Requests by seq: callers add, the monitor removes; guarded by the interpreter (single
         dict operations).
         """
-        self.prints = False
-        """Whether plans print: then what they printed comes before their results (set by any
-        thread).
-        """
         self._devices = devices
         self._on_event = on_event
         self._on_tick = on_tick
         self._on_crash = on_crash
-        self._next_tick = time.monotonic() + _TICK_S
+        self._next_tick = time.monotonic() + _BEGIN_S
         self._commands: list[
             Callable[[], None]
         ] = []  # appended by any thread, run and cleared by the monitor
-        self._inboxes: dict[WorkerProcess, Inbox] = {}
+        self._readers: dict[WorkerProcess, FrameReader] = {}
         self._gone_since: dict[WorkerProcess, Deadline] = {}
         """Workers that have ended, and how long to wait for the fork server to say how."""
-        self._lines: dict[WorkerProcess, _Outputs] = {}
-        self._paused: list[tuple[int, Any]] = []
-        """Outputs that are not read until there is room, and what they were registered with."""
         self._stopped = False
         with contextlib.ExitStack() as undo:
             self._selector = undo.enter_context(selectors.DefaultSelector())
             self._woken, self._waker = map(undo.enter_context, socket.socketpair())
             self._waker.setblocking(False)
             self._selector.register(self._woken, selectors.EVENT_READ, None)
-            self._printer = Printer(on_room=lambda: self._do(self._resume))
-            undo.callback(self._printer.stop, 0)
+            self.printer = Printer()
+            undo.callback(self.printer.stop, 0)
             self._thread = threading.Thread(target=self._run, name=MONITOR, daemon=True)
             undo.callback(setattr, self, "_stopped", True)  # Ctrl-C while it starts
             self._thread.start()
@@ -150,7 +148,7 @@ class Monitor:
 
     @property
     def threads(self) -> tuple[threading.Thread, ...]:
-        return self._thread, self._printer.thread
+        return self._thread, self.printer.thread
 
     def watch(self, worker: WorkerProcess) -> None:
         self._do(lambda: self._register(worker))
@@ -171,11 +169,11 @@ class Monitor:
         self._stopped = True
         self._do(lambda: None)
         if threading.current_thread() is self._thread:  # it has failed
-            self._let_go()
+            self._unregister_all()
         else:
             self._thread.join(_JOIN_S)
-        self._printer.stop(_PRINT_S)
-        return not self._inboxes
+        self.printer.stop(_PRINT_S)
+        return not self._readers
 
     def soon(self, command: Callable[[], None]) -> None:
         """Call ``command`` in the monitor thread."""
@@ -195,12 +193,12 @@ class Monitor:
         except BaseException as error:
             if not self._stopped:  # else nothing is left to read
                 self._on_crash(error)
-        self._let_go()
+        self._unregister_all()
         for resource in (self._selector, self._woken, self._waker):
             resource.close()
 
-    def _let_go(self) -> None:
-        for worker in tuple(self._inboxes):
+    def _unregister_all(self) -> None:
+        for worker in tuple(self._readers):
             with contextlib.suppress(Exception):  # this may be why the thread has failed
                 self._unregister(worker)
 
@@ -214,13 +212,10 @@ class Monitor:
                 source, worker = key.data
                 source(worker)
         if time.monotonic() >= self._next_tick:
-            self._next_tick = time.monotonic() + _TICK_S
             for worker, patience in tuple(self._gone_since.items()):
                 if patience.passed:
-                    self._bury(worker, None)
-            for act in self._printer.overdue():
-                act()
-            self._on_tick()
+                    self._report_end(worker, None)
+            self._next_tick = time.monotonic() + self._on_tick()
 
     def _is_watched(self, key: selectors.SelectorKey) -> bool:
         """Whether this registration still holds: a descriptor's number may be used again."""
@@ -228,11 +223,9 @@ class Monitor:
         return present is not None and present.data is key.data
 
     def _register(self, worker: WorkerProcess) -> None:
-        self._inboxes[worker] = Inbox(
-            worker.socket, lambda kind, seq, length: self._room(worker, kind, seq, length)
-        )
+        self._readers[worker] = FrameReader(worker.socket, functools.partial(self._room, worker))
         prefix = f"[{self._devices[worker.rank]}] "
-        self._lines[worker] = _Outputs(Lines(worker.output, prefix), Lines(worker.errors, prefix))
+        self.printer.add(worker.rank, worker.output, worker.errors, prefix)
         for source, fileobj in self._sources(worker):
             self._selector.register(fileobj, selectors.EVENT_READ, (source, worker))
 
@@ -241,9 +234,8 @@ class Monitor:
             if fileobj in self._selector.get_map():
                 self._selector.unregister(fileobj)
         self._gone_since.pop(worker, None)
-        if self._inboxes.pop(worker, None) is not None:
-            self._rest(worker)
-            worker.last_words = self._lines.pop(worker).errors.tail
+        if self._readers.pop(worker, None) is not None:
+            worker.last_words = self.printer.remove(worker.rank)
 
     def _sources(
         self, worker: WorkerProcess
@@ -252,25 +244,18 @@ class Monitor:
             (self._answers, worker.socket),
             (self._exited, worker.exit_pipe),
             (self._gone, worker.pidfd),
-            (self._output, worker.output),
-            (self._errors, worker.errors),
         )
 
-    def _room(self, worker: WorkerProcess, kind: int, seq: int, length: int) -> memoryview:
-        """The memory for the body of an answer."""
+    def _room(
+        self, worker: WorkerProcess, kind: int, seq: int, length: int, given: memoryview
+    ) -> memoryview:
+        """The memory for the body of a large answer."""
         if length > wire.MAX_BODY:
             raise wire.FrameError(f"an answer of {length} bytes")
         pending = self.pending.get(seq) if kind == wire.DATA else None
         if pending is None:  # also an answer that came too late
-            try:
-                return memoryview(bytearray(length))
-            except MemoryError:
-                self._fail(worker, seq, length)
-                raise
-        target = pending.targets[worker.rank]
-        if len(target) != length:
-            raise wire.FrameError(f"{length} bytes of a value that has {len(target)}")
-        return target
+            return memoryview(bytearray(length))
+        return pending.place(worker.rank, length)
 
     def _fail(self, worker: WorkerProcess, seq: int, length: int) -> None:
         """Report that there is no memory for an answer."""
@@ -279,15 +264,16 @@ class Monitor:
         self._on_event(Failed(worker.rank, seq, False, pack_exception(error), where))
 
     def _answers(self, worker: WorkerProcess) -> None:
+        reader = self._readers[worker]
         try:
-            for kind, seq, body in self._inboxes[worker].frames():
+            for kind, seq, body in reader.frames(socket.MSG_DONTWAIT, _TURN_BYTES):
                 try:
                     self._answer(worker, kind, seq, body)
                 except MemoryError:
                     self._fail(worker, seq, len(body))
-        except MemoryError:  # ``_room`` has reported it
-            pass
-        except (EOFError, ConnectionResetError):
+        except MemoryError:
+            self._fail(worker, *reader.head[1:])
+        except EOFError:
             # the worker ends, has closed its socket, or has sent a broken frame; one that has
             # ended by itself keeps its exit code
             worker.kill()
@@ -296,19 +282,17 @@ class Monitor:
 
     def _answer(self, worker: WorkerProcess, kind: int, seq: int, body: memoryview) -> None:
         rank = worker.rank
-        if self.prints or kind in (wire.REPLY, wire.FAILED, wire.DRAINED):
-            self._rest(worker)
         if kind in (wire.DONE, wire.DATA, wire.REPLY):
             pending = self.pending.get(seq)
-            if kind == wire.REPLY and pending is not None:
-                pending.replies[rank] = body
-            if self.prints or kind == wire.REPLY:  # what the call printed comes before its result
-                self._printer.then(lambda: self._complete(rank, seq))
-            else:
-                self._complete(rank, seq)
+            if pending is not None and kind == wire.REPLY:
+                pending.replies[rank] = bytes(body)
+            elif pending is not None and kind == wire.DATA:
+                target = pending.place(rank, len(body))
+                if body and target is not body:  # else it was read there
+                    target[:] = body
+            self._complete(rank, seq)
         elif kind == wire.FAILED:
-            origin, packed, where = pickle.loads(body)
-            self._on_event(Failed(rank, seq, bool(origin), packed, where))
+            self._on_event(Failed(rank, seq, *pickle.loads(body)))
         elif kind == wire.DRAINED:
             self._on_event(Drained(rank))
         elif kind == wire.READY:
@@ -363,7 +347,7 @@ class Monitor:
 
     def _exited(self, worker: WorkerProcess) -> None:
         try:
-            self._bury(worker, worker.exitcode())
+            self._report_end(worker, worker.exitcode())
         except EOFError:  # the fork server is gone; the worker goes on
             self._selector.unregister(worker.exit_pipe)
 
@@ -371,50 +355,17 @@ class Monitor:
         """The worker has ended; the fork server reports its exit code next."""
         self._selector.unregister(worker.pidfd)
         if worker.exit_pipe in self._selector.get_map():
-            self._gone_since[worker] = Deadline(_TICK_S)
+            self._gone_since[worker] = Deadline(_EXIT_S)
         else:
-            self._bury(worker, None)
+            self._report_end(worker, None)
 
-    def _bury(self, worker: WorkerProcess, exitcode: int | None) -> None:
+    def _report_end(self, worker: WorkerProcess, exitcode: int | None) -> None:
         self._answers(worker)  # its last answers
         self._unregister(worker)
         last_words = worker.last_words.decode(errors="replace")
         assert worker.pid is not None
         self._on_event(Exited(worker.rank, exitcode, worker.pid, last_words))
 
-    # -- output ------------------------------------------------------------------------------------
-
     def say(self, line: str) -> None:
         """Print a line of torchpmap's own on stderr."""
-        self._printer.write("stderr", line + "\n")
-
-    def _output(self, worker: WorkerProcess) -> None:
-        self._print(worker, "stdout", self._lines[worker].output)
-
-    def _errors(self, worker: WorkerProcess) -> None:
-        self._print(worker, "stderr", self._lines[worker].errors)
-
-    def _print(self, worker: WorkerProcess, stream: str, lines: Lines) -> None:
-        text = lines.read()
-        self._printer.write(stream, text or "")
-        if text is None:
-            self._selector.unregister(lines.fd)
-        elif self._printer.is_full:
-            key = self._selector.unregister(lines.fd)
-            self._paused.append((lines.fd, key.data))
-
-    def _resume(self) -> None:
-        paused, self._paused = self._paused, []
-        for fd, data in paused:
-            if data[1] in self._inboxes:
-                self._selector.register(fd, selectors.EVENT_READ, data)
-
-    def _rest(self, worker: WorkerProcess) -> None:
-        """Print what was written so far, including a last line that has no end yet."""
-        for stream, lines in zip(("stdout", "stderr"), self._lines[worker], strict=True):
-            for _ in range(_PIPE_READS):
-                text = "" if self._printer.is_full else lines.read()
-                if not text:
-                    break
-                self._printer.write(stream, text)
-            self._printer.write(stream, lines.rest())
+        self.printer.write("stderr", line + "\n")

@@ -55,7 +55,7 @@ class Plans:
         """As ``Runtime.define``."""
         body = pickled(definition)
         if prints(definition.graph):
-            self._pool.monitor.prints = True
+            self._pool.prints = True
         if definition.backend != EAGER:
             self._load_compiler()
         # torch's own operations, run as they are, need no compiler and cannot fail here
@@ -103,13 +103,13 @@ class Plans:
 
     def _compile(self, leader: int, body: bytes, name: str) -> CompileReport:
         """Wait until the leader has compiled a plan, even if it dies once meanwhile."""
-        losses, deaths = self._pool.losses, 0
+        incidents, deaths = self._pool.incidents, 0
         while True:
             sent: list[Pending] = []
             what = f"it compiles {name}"
             try:
                 pending = self._pool.ask({leader: body}, wire.DEFINE, what=what, sent=sent)
-                is_done = pending.wait()
+                is_done = self._pool.answered(pending, (leader,))
             except BaseException:  # Ctrl-C
                 for pending in sent:
                     self._pool.give_up(pending, (leader,), name)
@@ -118,10 +118,10 @@ class Plans:
                 return CompileReport(*pickle.loads(pending.replies[leader]))
             self._pool.repair()
             command = pending.era, pending.seq
-            error = losses.of_command(*command)
-            if error is None and losses.died_in(*command, leader):
+            error = incidents.of_command(*command)
+            if error is None and incidents.died_in(*command, leader):
                 deaths += 1  # once may be a coincidence
-                error = losses.of_value(*command, (leader,)) if deaths > 1 else None
+                error = incidents.of_value(*command, (leader,)) if deaths > 1 else None
             if error is not None:
                 raise error
 

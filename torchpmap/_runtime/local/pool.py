@@ -29,10 +29,7 @@ from torchpmap._base.ending import sleep_if_ending, surely
 from torchpmap._base.errors import RuntimeClosed
 from torchpmap._runtime import wire
 from torchpmap._runtime.groups.process_groups import RankPartition
-from torchpmap._runtime.local.crew import Crew
-from torchpmap._runtime.local.limits import Limits
-from torchpmap._runtime.local.lookout import Lookout
-from torchpmap._runtime.local.losses import Era, Losses, exception_of, given_up
+from torchpmap._runtime.local.incidents import Era, Incidents, exception_of, given_up
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.outbox import Outbox, wait_for_room
 from torchpmap._runtime.local.reentry import held_here, refuse, refuse_to_wait
@@ -46,24 +43,25 @@ from torchpmap._runtime.local.supervise import (
     Drain,
     Event,
     Exited,
-    Failed,
     Impatient,
     Kill,
-    Overdue,
     Phase,
     Regroup,
     Respawn,
     StillDraining,
-    Stopped,
     Supervisor,
     Verdict,
 )
+from torchpmap._runtime.local.watch import Watch
+from torchpmap._runtime.local.workers import Workers
 from torchpmap._runtime.wire import frame
 
 T = TypeVar("T")
 
-_EARLY_S = 2.0
-"""How long a caller waits for all ranks if it is already known why its call failed."""
+_EARLY_S = 1.6
+"""How long a caller waits for all ranks if it is already known why its call failed: it has the
+error before a rank that goes on is ended for it.
+"""
 _CLOSE_S = 4.0
 """How long ``close`` may take in all, whatever has happened."""
 _LOOK_MS = 1000
@@ -71,6 +69,11 @@ _LOOK_MS = 1000
 _ROOM_MS = 50
 """The same where a failure does not wake it."""
 _SALVAGE = "torchpmap.resize with the other devices, called next, keeps their values."
+_REPAIR = (
+    "it finishes the calls sent before another device failed",
+    "it starts, or connects to the others",
+)
+"""What a rank does that a repair waits for: first, and then."""
 _WAITS_FOR = ("starting the workers", "waiting for the devices after a failure")
 
 
@@ -78,7 +81,7 @@ class Pool:
     """One worker per device (owner: the runtime, which must call ``close``)."""
 
     ended = False  # whether the workers were told to end
-    _is_wreck = False  # some ranks have no worker, and values are only fetched
+    _only_reads = False  # some ranks have no worker, and values are only fetched
 
     def __init__(
         self,
@@ -109,7 +112,9 @@ class Pool:
         self._repairs = threading.RLock()  # guards the beginning of a repair
         self._repair_in_progress: Repair | None = None
         self._completed: dict[int, int] = {}  # last command by dead rank; written by the repairer
-        self.losses = Losses(self._devices)
+        self.incidents = Incidents(self._devices)
+        self.prints = False
+        """Whether plans print: then what they printed comes before their results."""
         self.broken = True
         """Whether commands must wait (set by the monitor, cleared by the repairer)."""
         self.closed_because: str | None = None
@@ -118,26 +123,19 @@ class Pool:
         self._closer: int | None = None
         self._closed = threading.Event()
         self._drain_begin = math.inf
-        self._crew = Crew(
+        self._workers = Workers(
             self._devices,
             config,
             on_event=self._on_event,
             on_tick=self._on_tick,
             on_crash=self._on_crash,
         )
-        self._lookout = Lookout(self._devices, self._crew, self.outbox)
-        self.workers = self._crew.workers
-        self.landing = self._crew.landing
-        self.monitor = self._crew.monitor
-        self._progress = self._crew.progress
-        self.limits = Limits(
-            self._devices,
-            self.workers,
-            self._has_ended,
-            self.monitor.withhold,
-            self._on_overdue,
-            lambda: self._supervisor.epoch,
-        )
+        self._watch = Watch(self._workers, self._supervisor)
+        self.workers = self._workers.by_rank
+        self.landing = self._workers.landing
+        self.monitor = self._workers.monitor
+        self._progress = self._workers.progress
+        self.limit = self._watch.limit
         self._actions.put(Regroup(1))
 
     # -- sending -----------------------------------------------------------------------------------
@@ -192,7 +190,7 @@ class Pool:
         targets: dict[int, memoryview] | None = None,
     ) -> Pending:
         """Register a request before it is sent (send lock held)."""
-        pending = self.monitor.pending[seq] = Pending(seq, self.losses.era, ranks, what, targets)
+        pending = self.monitor.pending[seq] = Pending(seq, self.incidents.era, ranks, what, targets)
         if self.broken:  # since the lock was taken: the monitor may have missed this request
             self.monitor.interrupt(seq)
         return pending
@@ -214,7 +212,7 @@ class Pool:
 
         def send() -> Pending:
             if about is not None:
-                self.losses.refuse(*about, tuple(bodies))
+                self.incidents.refuse(*about, tuple(bodies))
             self.seq += 1
             pending = self.expect(self.seq, tuple(bodies), what, targets)
             if sent is not None:
@@ -238,9 +236,19 @@ class Pool:
         a failure came first.
         """
         refuse_to_wait()
-        if self.monitor.prints:  # what was printed comes first: the answer comes the same way
-            return self.ask(dict.fromkeys(ranks, b""), wire.SYNC).wait()
-        return self._progress.wait(seq, ranks, lambda: self.broken or self.losses.era is not era)
+        done = self._progress.wait(seq, ranks, lambda: self.broken or self.incidents.era is not era)
+        if self.prints:
+            self.monitor.printer.flush(ranks)
+        return done
+
+    def answered(self, pending: Pending, ranks: Sequence[int], *, prints: bool = True) -> bool:
+        """Wait for all answers, and for what the ranks have printed before; False when a failure
+        came first.
+        """
+        done = pending.wait()
+        if prints:
+            self.monitor.printer.flush(ranks)
+        return done
 
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
         if not groups.keys() <= self.groups.keys():
@@ -267,56 +275,48 @@ class Pool:
         for action in actions:
             match action:
                 case Cancel(seq=seq, ranks=ranks):
-                    self._crew.control(ranks, wire.CANCEL, seq)
+                    self._workers.control(ranks, wire.CANCEL, seq)
                 case Kill(ranks=ranks, why=why):
                     for rank in ranks:
                         self._killed.setdefault(rank, why)
                         self.workers[rank].kill()
                 case _:
                     if isinstance(action, Abort):
-                        self._crew.control(action.ranks, wire.ABORT, action.epoch)
+                        self._workers.control(action.ranks, wire.ABORT, action.epoch)
                     self._actions.put(action)
         if was_healthy and self.broken:
             self._wake_all()
 
     def _explained(self, event: Exited) -> Exited:
         """Add what the supervisor cannot know."""
-        doomed = self.monitor.first_missing(event.rank)
-        return replace(event, doomed=doomed, why=self._killed.get(event.rank, ""))
+        unanswered = self.monitor.first_missing(event.rank)
+        return replace(event, unanswered=unanswered, why=self._killed.get(event.rank, ""))
 
     def _wake_all(self) -> None:
         self.monitor.interrupt_all()
         self._progress.ring()
 
-    def _on_tick(self) -> None:
-        """Look at calls and workers that take long (monitor thread)."""
+    def _on_tick(self) -> float:
+        """Look at calls and workers that take long; when to do it again (monitor thread)."""
         now = time.monotonic()
         if now >= self._drain_begin:
             self._on_event(StillDraining(now - self._drain_begin, self._progress.begun()))
-        if self._supervisor.phase in (Phase.HEALTHY, Phase.DRAINING):
-            self.limits.on_tick(now)
-        for rank in self._stopped_ranks():
-            self._on_event(Stopped(rank))
+        for event in self._watch.look(self._awaited()):
+            self._on_event(event)
         self._tick()
+        return self._watch.pause_s
 
-    def _has_ended(self, seq: int, ranks: Sequence[int]) -> bool:
-        """Whether none of ``ranks`` is at a command up to ``seq`` any more."""
-        ended = self._supervisor.has_ended
-        return all(self._progress[rank] >= seq or ended(rank) for rank in ranks)
-
-    def _on_overdue(self, failure: Failed, epoch: int) -> None:
-        """A call took too long (any thread)."""
-        self.monitor.soon(lambda: self._on_event(Overdue(failure, epoch)))
+    def _awaited(self) -> dict[int, str]:
+        """The ranks that a thread waits for, and what each does."""
+        if not self.broken:
+            return self._watch.awaited(self.outbox.blocked)
+        starts = self._supervisor.phase is Phase.REBUILDING
+        is_awaited = self._repair_in_progress is not None
+        return dict.fromkeys(self._supervisor.unsettled() if is_awaited else (), _REPAIR[starts])
 
     def give_up(self, pending: Pending, ranks: Sequence[int], name: str) -> None:
         """End what ranks do for a request whose caller was interrupted, unless it has ended."""
         self.monitor.give_up(pending.seq, given_up(pending.seq, ranks[0], name))
-
-    def _stopped_ranks(self) -> list[int]:
-        if not self.broken:
-            return self._lookout.after_calls()
-        is_awaited = self._repair_in_progress is not None
-        return self._lookout.after_repair(self._supervisor) if is_awaited else []
 
     def repair(self, wanted: int | None = None) -> None:
         """Wait until the pool works; raises if it is closed.
@@ -325,15 +325,14 @@ class Pool:
         is known that a user's exception has poisoned ``wanted``.  The repair then waits for slow
         ranks without it.
         """
-        self._insist()
+        self._raise_if_closed()
         refuse_to_wait(self.send_lock, self._repairs)
         with self._repairs:
             repair = self._repair_in_progress
             if repair is None:
                 if not self.broken:
                     return
-                self._crew.begin()
-                self.limits.begin()
+                self._workers.begin()
                 repair = self._repair_in_progress = Repair(self._run, self._hurry)
                 try:
                     repair.start()
@@ -344,7 +343,7 @@ class Pool:
             failure = repair.wait(lambda: self._known_failure(wanted))
         if failure is not None:
             if self.ended:  # that is why the repair has failed
-                self._insist()
+                self._raise_if_closed()
             raise failure
 
     def _hurry(self) -> None:
@@ -360,16 +359,16 @@ class Pool:
     def _run(self) -> None:
         try:
             while self.broken:
-                self._insist()
+                self._raise_if_closed()
                 action = self._unfinished = self._unfinished or self._next_action()
                 if action is not None:
-                    self._insist()
+                    self._raise_if_closed()
                     self._perform(action)
                     self._unfinished = None
         finally:
             self._repair_in_progress = None
 
-    def _insist(self) -> None:
+    def _raise_if_closed(self) -> None:
         """Raise if the pool was closed."""
         if self.closed_because is None:
             return
@@ -390,7 +389,7 @@ class Pool:
     def _perform(self, action: Action) -> None:
         match action:
             case Abort(epoch=epoch, ranks=ranks):  # again: a new worker has missed the first
-                self._crew.control(ranks, wire.ABORT, epoch)
+                self._workers.control(ranks, wire.ABORT, epoch)
             case Drain(ranks=ranks):
                 with self.send_lock:
                     self.tell(ranks, wire.DRAIN, b"")
@@ -400,19 +399,19 @@ class Pool:
                 for rank in ranks:
                     if rank not in self._replaced:
                         self._completed.setdefault(rank, self._progress[rank])
-                        self._crew.replace(rank, self.send_lock)
+                        self._workers.replace(rank, self.send_lock)
                         self._killed.pop(rank, None)
                     self._replaced.add(rank)
                 self._replaced.clear()
             case Regroup(epoch=epoch):
                 self._drain_begin = math.inf
-                self._crew.empty_store()
+                self._workers.empty_store()
                 with self.send_lock:
                     body = pickle.dumps((epoch, self.groups))
                     self.tell(tuple(self.workers), wire.REGROUP, body)
             case Announce(verdict=verdict):
                 self._resume(verdict)
-            case Close() if self._is_wreck:
+            case Close() if self._only_reads:
                 self.reopen()
             case Close(verdict=verdict):
                 cause, self._unfinished = exception_of(verdict, self._devices), None
@@ -420,9 +419,9 @@ class Pool:
                 raise cause
 
     def _resume(self, verdict: Verdict) -> None:
-        self.losses.note(verdict, self._completed)
+        self.incidents.note(verdict, self._completed)
         self._completed.clear()
-        self.limits.clear()
+        self._watch.clear()
         self._on_repaired({death.rank for death in verdict.deaths})
         with self._state_lock:  # there may be a new failure already
             self.broken = self._supervisor.phase is not Phase.HEALTHY or bool(self.closed_because)
@@ -430,8 +429,8 @@ class Pool:
     def reopen(self) -> None:
         """After ``stop``: let values be fetched from the workers that are left."""
         if self.ended:
-            self._insist()
-        self._is_wreck, self.closed_because = True, None
+            self._raise_if_closed()
+        self._only_reads, self.closed_because = True, None
         with self._state_lock:
             verdict = self._supervisor.go_on()
         self._completed = {d.rank: self._progress[d.rank] for d in verdict.deaths} | self._completed
@@ -461,8 +460,7 @@ class Pool:
     def _end(self, because: str) -> None:
         self.stop(because)
         self._actions.put(Regroup(0))  # wakes the thread that repairs
-        self.limits.close()
-        self._crew.end()
+        self._workers.end()
         self.outbox.drop()
         self._closed.set()
 
@@ -473,11 +471,11 @@ class Pool:
         self._supervisor.phase = Phase.CLOSED
         self._wake_all()
 
-    def abandon(self, because: str) -> None:
+    def in_forked_child(self, because: str) -> None:
         """In a forked child, which must not keep the parent's workers alive."""
         self.closed_because = because
         self.broken = True
         self._closing, self._closed, self.ended = threading.Lock(), threading.Event(), True
         self._closing.acquire()
         self._closed.set()
-        self._crew.abandon()
+        self._workers.in_forked_child()

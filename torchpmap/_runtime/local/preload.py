@@ -22,7 +22,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 gc.disable()  # the objects made below stay: traversing them again and again takes 0.8 s
 
@@ -35,16 +35,15 @@ import torch
 
 from torchpmap._base.config import config
 from torchpmap._runtime.local import worker
-from torchpmap._runtime.local.birth import Birth, arm_lifeline
 from torchpmap._runtime.local.forkserver import (
     ANSWER,
     EXIT_CODE,
-    FDS,
     LOAD,
     REQUEST,
-    Inheritance,
+    Fds,
+    WorkerArgs,
 )
-from torchpmap._runtime.wire import InheritedFd
+from torchpmap._runtime.local.worker_setup import arm_lifeline
 from torchpmap._trace.compile import warm_up
 from torchpmap._trace.toolchain import cpp_compiler, import_inductor
 
@@ -122,7 +121,7 @@ def serve(channel_fd: int, lifeline: int, python_path: str | None, compiles: boo
             load_package()
             has_package = True
             continue
-        request, fds, _, _ = socket.recv_fds(channel, REQUEST.size, len(FDS) + 2)
+        request, fds, _, _ = socket.recv_fds(channel, REQUEST.size, len(Fds._fields) + 2)
         if not request:
             os._exit(0)
         (number,) = REQUEST.unpack(request)
@@ -158,7 +157,7 @@ def _reap(exit_pipes: dict[int, int]) -> None:
 def _fork(fds: Sequence[int], not_theirs: Sequence[int]) -> tuple[int, list[int]]:
     """Pid of a new worker and its pidfd; minus an errno if there can be none."""
     try:
-        if len(fds) < len(FDS) + 2:  # some could not be received
+        if len(fds) < len(Fds._fields) + 2:  # some could not be received
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         pid = os.fork()
         if pid == 0:
@@ -177,19 +176,16 @@ def _become_worker(fds: Sequence[int], not_theirs: Sequence[int]) -> NoReturn:
             os.close(fd)
         with open(data, "rb") as file:
             file.seek(0)
-            taken: Inheritance = pickle.load(file)
-        sys.path[:], sys.argv[:] = taken.path, taken.argv
-        if taken.folder is not None:
+            args: WorkerArgs = pickle.load(file)
+        sys.path[:], sys.argv[:] = args.path, args.argv
+        if args.folder is not None:
             with contextlib.suppress(OSError):
-                os.chdir(taken.folder)
-        multiprocessing.current_process().name = taken.name
+                os.chdir(args.folder)
+        multiprocessing.current_process().name = f"torchpmap-{args.device_type}:{args.rank}"
         # with "forkserver" any lock that a library makes (tqdm's, while Inductor compiles) is a
         # named semaphore, reported as leaked at exit
         multiprocessing.set_start_method("fork", force=True)
-        named: dict[str, Any] = {
-            name: InheritedFd(fd) for name, fd in zip(FDS, inherited, strict=True)
-        }
-        worker.main(Birth(**taken.birth, **named))
+        worker.main(args, Fds(*inherited))
     except BaseException:
         traceback.print_exc()
     finally:

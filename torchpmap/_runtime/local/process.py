@@ -14,13 +14,18 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchpmap._base.config import Config
 from torchpmap._base.deadline import Deadline
-from torchpmap._runtime.local.forkserver import EXIT_CODE, Inheritance, explained, server
-from torchpmap._runtime.local.progress import Progress
-from torchpmap._runtime.local.staging import Landing, Staging
+from torchpmap._runtime.local.forkserver import (
+    EXIT_CODE,
+    WorkerArgs,
+    explained,
+    process_state,
+    server,
+)
+from torchpmap._runtime.local.staging import Staging
 
 
 def preload() -> None:
@@ -41,22 +46,15 @@ class WorkerProcess:
         device_type: str,
         num_threads: int,
         config: Config,
-        store_fd: int,
-        progress: Progress,
-        landing: Landing,
+        shared: Sequence[int],
     ) -> None:
+        """``shared``: descriptors that all workers have."""
         self.rank = rank
         self.pid: int | None = None
         self.pidfd = -1
         self.last_words = b""
         """The tail of its stderr (written by the monitor)."""
-        self._name = f"torchpmap-{device_type}:{rank}"
-        self._birth = {
-            "rank": rank,
-            "device_type": device_type,
-            "num_threads": num_threads,
-            "config": config,
-        }
+        self._args = rank, device_type, num_threads, config
         with explained(), contextlib.ExitStack() as undo:
             self.socket, command = _socket_pair(undo)
             self.control, control = _socket_pair(undo)
@@ -73,16 +71,15 @@ class WorkerProcess:
                 os.set_blocking(fd, False)
             undo.pop_all()
         self._theirs = [exit_pipe, command.detach(), control.detach(), lifeline, output, errors]
-        self._shared = [store_fd, *(each.fd for each in progress.inherited())]
-        self._shared += [self.stacks, self.staging.fd, landing.fd]
+        self._shared = [*shared, self.stacks, self.staging.fd]
 
     def start(self, is_wanted: Callable[[], bool]) -> None:
         """Fork the worker; waits for the fork server's imports if they are still running."""
-        taken = Inheritance(self._name, _path(), sys.argv, _folder(), self._birth)
+        args = WorkerArgs(*self._args, _path(), sys.argv, _folder())
         try:
             with explained():
                 fds = [*self._theirs, *self._shared]
-                self.pid, self.pidfd = server.fork(pickle.dumps(taken), fds, is_wanted)
+                self.pid, self.pidfd = server.fork(pickle.dumps(args), fds, is_wanted)
         finally:
             self._close_theirs()
 
@@ -91,12 +88,20 @@ class WorkerProcess:
         """Whether ``close`` has not been called."""
         return self.socket.fileno() >= 0
 
-    def kill(self) -> None:
+    @property
+    def state(self) -> str:
+        """As in ``/proc/PID/stat``; "" if unknown."""
+        return "" if self.pid is None else process_state(self.pid)
+
+    def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(OSError):  # it has ended
             if self.pidfd >= 0:
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(self.pidfd, number)
 
-    def hang_up(self) -> None:
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def end_commands(self) -> None:
         """Let the worker end after the commands it was sent (a frame that says so would have to
         wait for room in the socket).
         """

@@ -1,4 +1,4 @@
-"""How far every worker has come: one number per rank in memory they all share, and a bell.
+"""How far every worker has come: numbers in memory that they all share, and a bell.
 
 A worker writes the number of each command it is done with.  A waiting thread of the controller
 writes, for each rank that it waits for, the number that it wants, and sleeps; the last worker to
@@ -27,7 +27,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 
-from torchpmap._runtime.wire import InheritedFd
+from torchpmap._runtime.local.waits import Rank
 
 _SLEEP_MS = 50
 """How long a thread sleeps before it looks again."""
@@ -37,9 +37,16 @@ _NO_WAITER = 2**62
 """Stands in the place of a number that no thread wants."""
 
 
+DONE, WANTED, FUNCTION, AT, HOST, COMPILES = range(6)
+"""The numbers of a rank: the command that it is done with; the one that a thread waits for; the
+last function or compilation that it has begun; then as in ``waits.Rank``.  The first of all ranks
+come before the second of all ranks.
+"""
+
+
 def _size_of(numbers: memoryview) -> int:
-    """How many ranks there are: each has three numbers."""
-    return len(numbers) // 3
+    """How many ranks there are."""
+    return len(numbers) // 6
 
 
 def _late(numbers: memoryview) -> list[int]:
@@ -57,21 +64,19 @@ class Progress:
             undo.callback(os.close, self._bell)
             self._fd = os.memfd_create("torchpmap-progress", os.MFD_CLOEXEC)
             undo.callback(os.close, self._fd)
-            os.truncate(self._fd, 24 * size)
-            memory = mmap.mmap(self._fd, 24 * size)
+            os.truncate(self._fd, 6 * 8 * size)
+            memory = mmap.mmap(self._fd, 6 * 8 * size)
             undo.pop_all()
         self._sleeping = threading.Lock()  # held by the thread that sleeps
         self._is_closed = False
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
-        # one per rank; then, one per rank, the command that a thread waits for; then, one per rank,
-        # the last function or compilation that it has begun
         self._numbers = memoryview(memory).cast("q")
         self._numbers[size : 2 * size] = memoryview(array("q", [_NO_WAITER] * size))
 
-    def inherited(self) -> tuple[InheritedFd, InheritedFd]:
+    def inherited(self) -> tuple[int, int]:
         """The memory and the bell, for ``WorkerProgress``."""
-        return InheritedFd(self._fd), InheritedFd(self._bell)
+        return self._fd, self._bell
 
     def __getitem__(self, rank: int) -> int:
         """The last command that ``rank`` is done with."""
@@ -118,7 +123,13 @@ class Progress:
 
     def begun(self) -> list[int]:
         """For each rank, the last function or compilation that it has begun."""
-        return self._numbers[2 * _size_of(self._numbers) :].tolist()
+        size = _size_of(self._numbers)
+        return self._numbers[FUNCTION * size : AT * size].tolist()
+
+    def rank(self, rank: int) -> Rank:
+        """How far ``rank`` has come."""
+        done, _, _, at, host, compiles = self._numbers.tolist()[rank :: _size_of(self._numbers)]
+        return Rank(done, at, host, bool(compiles))
 
     def ring(self) -> None:
         """Wake the sleeping thread, or the next one that would sleep."""
@@ -140,16 +151,16 @@ class Progress:
 class WorkerProgress:
     """A worker's side."""
 
-    def __init__(self, rank: int, memory: InheritedFd, bell: InheritedFd) -> None:
+    def __init__(self, rank: int, memory: int, bell: int) -> None:
         self._rank = rank
-        self._numbers = memoryview(mmap.mmap(memory.fd, 0)).cast("q")
+        self._numbers = memoryview(mmap.mmap(memory, 0)).cast("q")
         self._wanted = _size_of(self._numbers) + rank
-        self._begun = self._wanted + _size_of(self._numbers)
-        self._bell = bell.fd
+        self._bell = bell
 
-    def begin(self, seq: int) -> None:
-        """Record that the function, or the compilation, of command ``seq`` begins."""
-        self._numbers[self._begun] = seq
+    def number(self, kind: int) -> memoryview:
+        """A number of this rank, as a slice of length 1."""
+        place = kind * _size_of(self._numbers) + self._rank
+        return self._numbers[place : place + 1]
 
     def note(self, seq: int) -> None:
         """Record that everything up to command ``seq`` is done."""

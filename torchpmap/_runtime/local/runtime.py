@@ -27,7 +27,7 @@ from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed
 from torchpmap._runtime import wire
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.groups.process_groups import RankPartition
-from torchpmap._runtime.local.losses import Era
+from torchpmap._runtime.local.incidents import Era
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.plans import Plans, hand_over, take
 from torchpmap._runtime.local.pool import Pool
@@ -88,8 +88,8 @@ class LocalRuntime:
         )
         self._plans = Plans(self._pool, self.devices)
         self._limited = self._plans.limited
-        self._losses = self._pool.losses
-        self._scarred = self._losses.scarred
+        self._incidents = self._pool.incidents
+        self._lossy = self._incidents.lossy
         _live.add(self)
 
     # -- calls -------------------------------------------------------------------------------------
@@ -129,20 +129,20 @@ class LocalRuntime:
         give_up: Callable[[], None] | None,
     ) -> list[Handle]:
         pool, sockets = self._pool, team.sockets
-        if self._scarred:
+        if self._lossy:
             self._refuse_lost(held)
         inputs = [handle.id for handle in held]
         if give_up is not None:
             give_up()
         held.clear()  # perhaps the last references: such inputs are released with this call
-        era = self._losses.era
+        era = self._incidents.era
         seq = pool.seq = pool.seq + 1
         out = self._next_handle
         self._next_handle = out + num_outputs
         if self._limited or self.timeout is not None:
             limit = self._plans.limit_of(plan_id, self.timeout)
             if limit is not None:
-                pool.limits.add(seq, team.ranks, *limit)
+                pool.limit(seq, team.ranks, *limit)
         freed: list[int] = []
         try:
             take(team.released, freed)
@@ -200,7 +200,7 @@ class LocalRuntime:
         except BaseException:  # Ctrl-C
             team.released.append(handle)
             raise
-        return _Stored(handle, seq, team, self._losses.era)
+        return _Stored(handle, seq, team, self._incidents.era)
 
     def define(
         self, team: Team, definition: Definition, groups: dict[str, RankPartition]
@@ -221,9 +221,9 @@ class LocalRuntime:
         try:
             self._pool.in_order(self._send_task, team, task, held, sent)
             ((pending, first),) = sent
-            if not pending.wait():
+            if not self._pool.answered(pending, team.ranks):
                 self._pool.repair(pending.seq)
-                error = self._losses.of_value(pending.era, pending.seq, team.ranks)
+                error = self._incidents.of_value(pending.era, pending.seq, team.ranks)
                 raise error or RuntimeClosed("the call was interrupted by a repair of the pool")
             replies = [pickle.loads(pending.replies[rank]) for rank in team.ranks]
         except BaseException:
@@ -247,7 +247,7 @@ class LocalRuntime:
         seq, first = self._number(wire.TASK_OUTPUTS)
         sent.append((self._pool.expect(seq, team.ranks, f"it runs {task.name}"), first))
         if task.timeout is not None:
-            self._pool.limits.add(seq, team.ranks, task.timeout, task.name)
+            self._pool.limit(seq, team.ranks, task.timeout, task.name)
         bodies: dict[bool, bytes] = {}
         frames: dict[int, bytes] = {}
         for rank in team.ranks:
@@ -268,7 +268,7 @@ class LocalRuntime:
     def fetch(self, handle: Any, requests: Sequence[tuple[int, int, int, torch.Tensor]]) -> None:
         ranks = tuple(handle.team.ranks[place] for place, *_ in requests)
         landed = [self._landed(target) for *_, target in requests]
-        self._insist(handle, ranks, lambda: self._fetched(handle, ranks, requests, landed))
+        self._retried(handle, ranks, lambda: self._fetched(handle, ranks, requests, landed))
         for target, (*_, wanted) in zip(landed, requests, strict=True):
             self._pool.landing.filled(target)
             if target is not wanted:
@@ -306,7 +306,7 @@ class LocalRuntime:
         try:
             about = handle.era, handle.seq
             pending = self._pool.ask(bodies, wire.FETCH, targets, about=about)
-            is_done = pending.wait()
+            is_done = self._pool.answered(pending, ranks, prints=self._pool.prints)
         except BaseException as cause:
             # a worker may still write there, unless nothing was sent; Ctrl-C may come at any time
             if pending is not None or not isinstance(cause, Exception):
@@ -315,15 +315,15 @@ class LocalRuntime:
             raise
         if not is_done:  # after a repair no worker is at an earlier command
             self._pool.repair(handle.seq)
-        error = None if is_done else self._losses.of_command(pending.era, pending.seq)
+        error = None if is_done else self._incidents.of_command(pending.era, pending.seq)
         if error is not None:  # asking again would not help
             raise error
         return is_done
 
     def block(self, handle: Any) -> None:
-        if self._pool.monitor.prints or not self._is_computed(handle):
+        if self._pool.prints or not self._is_computed(handle):
             ranks = handle.team.ranks
-            self._insist(handle, ranks, lambda: self._pool.wait_for(handle.era, handle.seq, ranks))
+            self._retried(handle, ranks, lambda: self._pool.wait_for(handle.era, handle.seq, ranks))
 
     def is_ready(self, handle: Handle) -> bool:
         if self._pool.broken and not self.closed:
@@ -331,8 +331,8 @@ class LocalRuntime:
         return self._is_computed(handle)
 
     @property
-    def scarred(self) -> bool:
-        return self._pool.broken or bool(self._scarred)
+    def has_losses(self) -> bool:
+        return self._pool.broken or bool(self._lossy)
 
     def check(self, handle: Handle) -> None:
         self._check(handle, handle.team.ranks)
@@ -340,7 +340,9 @@ class LocalRuntime:
     def loss(self, handle: Any, place: int) -> BaseException | None:
         if self._pool.broken:  # which values are lost is known after the repair
             self._pool.repair(handle.seq)
-        return self._losses.of_value(handle.era, handle.seq, handle.team.ranks[place : place + 1])
+        return self._incidents.of_value(
+            handle.era, handle.seq, handle.team.ranks[place : place + 1]
+        )
 
     @property
     def ended(self) -> bool:
@@ -358,7 +360,7 @@ class LocalRuntime:
                 self._pool.stop(because)
 
     def lost(self, team: Team, error: BaseException) -> Handle:
-        return _Stored(0, 0, team, self._losses.era_of(error))  # no value has the number 0
+        return _Stored(0, 0, team, self._incidents.era_of(error))  # no value has the number 0
 
     def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
         return [mine]
@@ -372,7 +374,7 @@ class LocalRuntime:
     def limit(self, config: Config) -> None:
         self.timeout = config.timeout
 
-    def insist(self) -> None:
+    def raise_if_closed(self) -> None:
         if self._pool.closed_because is not None:
             sleep_if_ending()
             raise RuntimeClosed(self._pool.closed_because)
@@ -380,15 +382,15 @@ class LocalRuntime:
     def _refuse_lost(self, held: Sequence[Any]) -> None:
         """Raise if an argument is lost (send lock held)."""
         for handle in held:
-            if handle.era.is_scarred:
-                self._losses.refuse(handle.era, handle.seq, handle.team.ranks)
+            if handle.era.has_losses:
+                self._incidents.refuse(handle.era, handle.seq, handle.team.ranks)
 
     def _check(self, handle: Any, ranks: Sequence[int]) -> None:
-        self.insist()
-        if self.scarred:
+        self.raise_if_closed()
+        if self.has_losses:
             if self._pool.broken:  # which values are lost is known after the repair
                 self._pool.repair(handle.seq)
-            error = self._losses.of_value(handle.era, handle.seq, ranks)
+            error = self._incidents.of_value(handle.era, handle.seq, ranks)
             if error is not None:
                 raise error
 
@@ -410,7 +412,7 @@ class LocalRuntime:
         self.check(handle)
         return self._pool.has_reached(handle.seq, handle.team.ranks)
 
-    def _insist(self, handle: Any, ranks: Sequence[int], ask: Callable[[], bool]) -> None:
+    def _retried(self, handle: Any, ranks: Sequence[int], ask: Callable[[], bool]) -> None:
         """Ask ``ranks`` about a value, again after each repair, until all answer; raises if the
         value is lost.
         """
@@ -466,10 +468,10 @@ class LocalRuntime:
                 team.sockets = [self._pool.workers[rank].socket for rank in team.ranks]
             self._plans.restore(new_ranks)
 
-    def abandon(self) -> None:
+    def in_forked_child(self) -> None:
         """In a forked child: the workers are the parent's."""
         self.forked = True
-        self._pool.abandon(
+        self._pool.in_forked_child(
             "this process was forked from the one that owns the torchpmap devices; use torchpmap "
             "in the parent, or start the child with spawn or forkserver"
         )
@@ -484,9 +486,9 @@ def _packer(num_ints: int) -> Callable[..., bytes]:
 _live: weakref.WeakSet[LocalRuntime] = weakref.WeakSet()
 
 
-def _abandon_all() -> None:
+def _all_in_forked_child() -> None:
     for runtime in tuple(_live):
-        runtime.abandon()
+        runtime.in_forked_child()
 
 
-os.register_at_fork(after_in_child=_abandon_all)
+os.register_at_fork(after_in_child=_all_in_forked_child)

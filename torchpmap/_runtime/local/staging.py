@@ -281,7 +281,7 @@ class Staging:
         """Whether it is taken, but Ctrl-C has come before anything could free it."""
         return False
 
-    def abandon(self) -> None:
+    def in_forked_child(self) -> None:
         """In a forked child: a thread that is not there may hold the lock."""
         self._lock = threading.RLock()
         self.close()
@@ -434,7 +434,7 @@ class Staged:
         """Memory of the file."""
         return os.fstat(self._fd).st_blocks * 512
 
-    def forsake(self) -> None:
+    def in_forked_child(self) -> None:
         """In a forked child: the regions are the parent's."""
         self._is_forked = True
 

@@ -30,7 +30,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchpmap._runtime.local.vigil import STOPPED_S
+from torchpmap._runtime.local.waits import STOPPED_S
 
 _GRACE_S = 1.0
 """How long a rank may go on with a call that a failure elsewhere has poisoned."""
@@ -79,7 +79,7 @@ class Exited:
     last_words: str = ""
     why: str = ""
     """Why the pool killed it, if it did."""
-    doomed: int | None = None
+    unanswered: int | None = None
     """The earliest request that the rank has not answered."""
 
 
@@ -310,7 +310,7 @@ class Supervisor:
     def _hurry(self, begun: Sequence[int]) -> list[Action]:
         """Cancel ranks that are still busy, and end those that do not obey."""
         poisoned = [failure.seq for failure in self._failures]
-        poisoned += [death.doomed for death in self._deaths if death.doomed is not None]
+        poisoned += [death.unanswered for death in self._deaths if death.unanswered is not None]
         late, first = self.unsettled(), min(poisoned, default=math.inf)
         if late and self._drained_for >= self._overdue_at + _OBEY_S:
             return [Kill(late, _OVERDUE)]
@@ -322,6 +322,11 @@ class Supervisor:
         if stuck and self._drained_for >= patience:
             actions.append(Kill(stuck, _STUCK))
         return actions
+
+    @property
+    def runs_calls(self) -> bool:
+        """Whether ranks may be at calls."""
+        return self.phase in (Phase.HEALTHY, Phase.DRAINING)
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank is known to run nothing that was sent before the failure."""

@@ -15,7 +15,6 @@ from torchpmap._runtime import wire
 from torchpmap._runtime.local import staging
 from torchpmap._runtime.local.staging import Staged
 from torchpmap._runtime.task import Usage, bytes_held
-from torchpmap._runtime.wire import FrameReader
 
 
 class Values:
@@ -63,11 +62,21 @@ class Values:
     def usage(self) -> Usage:
         return Usage(bytes_held(self._tensors.values()), self._staged.num_bytes())
 
-    def receive(self, reader: FrameReader) -> None:
+    def receive(self, body: memoryview) -> None:
         """Store what a frame PUT brings."""
-        (handle,) = struct.unpack("<q", reader.body(8))
-        tensor = wire.read_tensor(reader, self._where)
+        (handle,) = struct.unpack_from("<q", body)
+        tensor = wire.read_tensor(body[8:])
         self._tensors[handle] = self._platform.upload(tensor, self._device)
+
+    def room(self, kind: int, seq: int, length: int, given: memoryview) -> memoryview:
+        """Memory for the body of a large frame."""
+        try:
+            return memoryview(bytearray(length))
+        except MemoryError:
+            if kind != wire.PUT or len(given) < 8 * (3 + 64):  # more dims than torch has
+                raise
+            dtype, shape, _ = wire.read_kind(given[8:])
+            raise wire.no_memory(self._where, shape, dtype) from None
 
     def place(self, body: memoryview) -> torch.Tensor:
         """Store what lies in shared memory, as a frame PLACE says; returns that memory, which the

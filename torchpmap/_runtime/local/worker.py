@@ -12,7 +12,7 @@ Two threads::
 both threads touch.
 
 An exception in a call never ends the worker, whatever its type; only the end of the command socket
-does (``reader.has_ended``).  After an exception the worker drops its process groups *first* (peers
+does.  After an exception the worker drops its process groups *first* (peers
 blocked in a collective with it then fail in milliseconds), and reports.  It skips every further
 call until the controller starts a new epoch, since calls after a failed one may depend on it.
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
+import functools
 import linecache
 import multiprocessing.util
 import os
@@ -37,7 +37,7 @@ import socket
 import struct
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn
@@ -51,19 +51,20 @@ from torchpmap._runtime import wire
 from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.executor import Compiled, Executor
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
-from torchpmap._runtime.local.birth import (
-    Birth,
+from torchpmap._runtime.local.forkserver import Fds, WorkerArgs
+from torchpmap._runtime.local.progress import AT, COMPILES, FUNCTION, HOST, WorkerProgress
+from torchpmap._runtime.local.stacks import answer
+from torchpmap._runtime.local.staging import Staged
+from torchpmap._runtime.local.values import Values
+from torchpmap._runtime.local.worker_setup import (
     arm_child,
     arm_lifeline,
     flush,
     kill_children,
     redirect_output,
 )
-from torchpmap._runtime.local.progress import WorkerProgress
-from torchpmap._runtime.local.staging import Staged
-from torchpmap._runtime.local.values import Values
 from torchpmap._runtime.task import Task, Work
-from torchpmap._runtime.wire import FrameReader, Origin, Stream, frame
+from torchpmap._runtime.wire import FrameError, FrameReader, Stream, frame
 from torchpmap._trace.compile import EAGER, Definition
 from torchpmap._trace.effects import mark_lines
 from torchpmap._trace.toolchain import import_inductor
@@ -79,33 +80,36 @@ would leave a gap.
 _HINT = f"\nThe device cannot be used any more, so its worker ends. {LATE_HINT}"
 
 
-def main(birth: Birth) -> None:
+def main(args: WorkerArgs, fds: Fds) -> None:
     """Run until the controller is gone; never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    arm_lifeline(birth.lifeline.fd)
-    redirect_output(birth)
+    arm_lifeline(fds.lifeline)
+    redirect_output(fds.output, fds.errors)
     mark_lines(wire.PLAIN_LINE)
-    platform = PLATFORMS[birth.device_type]
+    platform = PLATFORMS[args.device_type]
     if platform.is_initialized():
         raise RuntimeError(
             f"{platform.name} was initialised in the process that forks the workers, which cannot "
             "use it then. Something that Python imports at its start does that; it must not."
         )
-    os.environ.update(platform.environment(birth.rank))  # graphs name device 0 on every rank
+    os.environ.update(platform.environment(args.rank))  # graphs name device 0 on every rank
     for name, value in platform.worker_settings.items():
         os.environ.setdefault(name, value)
-    device = platform.open(0, birth.rank)
-    torch.set_num_threads(birth.num_threads)
+    device = platform.open(0, args.rank)
+    torch.set_num_threads(args.num_threads)
     # the controller decides how long a collective may wait, since it sees why
-    groups = Groups(birth.rank, device, None, replace(birth.config, timeout=_FOREVER_S))
-    worker = _Worker(birth, device, groups)
-    faulthandler.register(signal.SIGUSR1, file=birth.stacks.fd)
+    groups = Groups(args.rank, device, None, replace(args.config, timeout=_FOREVER_S))
+    worker = _Worker(args, fds, device, groups)
+    faulthandler.register(signal.SIGUSR1, file=fds.stacks)
     signal.signal(signal.SIGUSR2, worker.interrupt)
-    os.register_at_fork(after_in_child=worker.forsake)
-    multiprocessing.util.register_after_fork(birth.lifeline, arm_child)
+    os.register_at_fork(after_in_child=worker.in_forked_child)
+    multiprocessing.util.register_after_fork(worker, lambda _: arm_child(fds.lifeline))
     threading.Thread(
-        target=_listen, args=(birth.control.socket(), worker), name="torchpmap-control", daemon=True
+        target=_listen,
+        args=(socket.socket(fileno=fds.control), worker),
+        name="torchpmap-control",
+        daemon=True,
     ).start()
     exitcode = 0
     try:
@@ -122,10 +126,10 @@ def main(birth: Birth) -> None:
 
 
 class _Worker:
-    def __init__(self, birth: Birth, device: torch.device, groups: Groups) -> None:
-        self.rank = birth.rank
+    def __init__(self, args: WorkerArgs, fds: Fds, device: torch.device, groups: Groups) -> None:
+        self.rank = args.rank
         self.device = device
-        self.platform = PLATFORMS[birth.device_type]
+        self.platform = PLATFORMS[args.device_type]
         self.groups = groups
         self.plans: dict[int, Compiled] = {}
         self.bodies: dict[int, bytes] = {}
@@ -137,13 +141,15 @@ class _Worker:
         self.epoch_begin = 0
         """The command that began the epoch."""
         self.is_forked = False
-        self.where = f"on device {device.type}:{birth.rank}"
-        self.staged = Staged(birth.staging.fd, self.platform.pin, self.platform.unpin)
-        self.landed = Staged(birth.landing.fd, self.platform.pin, self.platform.unpin)
+        self.where = f"on device {device.type}:{args.rank}"
+        self.staged = Staged(fds.staging, self.platform.pin, self.platform.unpin)
+        self.landed = Staged(fds.landing, self.platform.pin, self.platform.unpin)
         self.values = Values(self.platform, device, self.where, self.staged, self.landed)
-        self.store_path = birth.store.path()
-        self.progress = WorkerProgress(birth.rank, birth.progress, birth.bell)
-        sock = birth.command.socket()
+        self.store_path = f"/proc/self/fd/{fds.store}"
+        self.progress = WorkerProgress(args.rank, fds.progress, fds.bell)
+        self.stacks = fds.stacks
+        device_at, host_at = map(self.progress.number, (AT, HOST))
+        sock = socket.socket(fileno=fds.command)
         self.stream = Stream(sock)
         self.reporting = threading.Lock()
         self.communicates = False
@@ -153,12 +159,14 @@ class _Worker:
         self.completion: Completion | None = None
         if self.platform.is_asynchronous:
             self.completion = Completion(
-                self.platform, lambda: groups.is_aborted, self.progress.note, self.fail_late
+                *(self.platform, lambda: groups.is_aborted, self.progress.note, self.fail_late),
+                begin=functools.partial(device_at.__setitem__, 0),
             )
-        self.reader = FrameReader(sock)
+        self.at = device_at if self.completion is None else host_at
+        self.reader = FrameReader(sock, self.values.room)
         self.doing = "starting"
         self.executor = Executor(
-            *(birth.rank, device, self.platform, groups, self.where, self.values.usage),
+            *(args.rank, device, self.platform, groups, self.where, self.values.usage),
             doing=lambda: self.doing,
         )
 
@@ -170,7 +178,6 @@ class _Worker:
             wire.PLACE: self.place,
             wire.FREE: self.free,
             wire.FETCH: self.fetch,
-            wire.SYNC: self.sync,
             wire.DEFINE: self.define,
             wire.TASK: self.task,
             wire.GROUP: self.group,
@@ -179,34 +186,38 @@ class _Worker:
         }
         torch.set_grad_enabled(False)
         done = self.progress.note if self.completion is None else self.launched
-        reader = self.reader
+        at = self.at
         while True:
-            length, kind, seq = reader.header()
-            handler = handlers.get(kind)
-            if handler is None:
-                self.supervised(kind, seq, length)
-                continue
-            if self.failed and kind not in _HARMLESS:
-                self.skip(kind, length)
-                continue
             try:
-                try:
-                    handler(seq, length)
-                finally:
-                    self.running = 0  # an interrupt before this is caught below
-                if self.is_forked:
-                    os._exit(0)
-                done(seq)
-            except BaseException as error:
-                if reader.has_ended or self.stream.is_torn():
-                    raise
-                self.fail(seq, error)
-                reader.skip()
+                for kind, seq, body in self.reader.frames():
+                    handler = handlers.get(kind)
+                    if handler is None:
+                        self.supervised(kind, seq, body)
+                        continue
+                    if self.failed and kind not in _HARMLESS:
+                        self.skip(kind, body)
+                        continue
+                    at[0] = seq
+                    try:
+                        try:
+                            handler(seq, body)
+                        finally:
+                            self.running = 0  # an interrupt before this is caught below
+                        if self.is_forked:
+                            os._exit(0)
+                        done(seq)
+                    except BaseException as error:
+                        if type(error) is FrameError or self.stream.is_torn():
+                            raise
+                        self.fail(seq, error)
+            except MemoryError as error:  # for the body of a frame
+                self.doing = "receiving a command"
+                self.fail(self.reader.head[1], error)
 
     # -- hot path ----------------------------------------------------------------------------------
 
-    def call(self, seq: int, length: int) -> None:
-        plan_id, out, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
+    def call(self, seq: int, body: memoryview) -> None:
+        plan_id, out, num_inputs, *handles = body.cast("q").tolist()
         plan = self.plans[plan_id]
         self.doing, self.communicates = plan.doing, plan.communicates
         inputs = self.values.of(handles[:num_inputs])
@@ -218,42 +229,35 @@ class _Worker:
         results = self.platform.launch(plan.run, inputs, plan.outputs)
         self.values.add(out, results)
 
-    def skip(self, kind: int, length: int) -> None:
+    def skip(self, kind: int, body: memoryview) -> None:
         """Skip a command after a failure, but free the values that it names."""
         if kind == wire.CALL:
-            _, _, num_inputs, *handles = self.reader.body(length).cast("q").tolist()
+            _, _, num_inputs, *handles = body.cast("q").tolist()
             self.values.release(handles[num_inputs:])
-        self.reader.skip()
 
-    def put(self, seq: int, length: int) -> None:
+    def put(self, seq: int, body: memoryview) -> None:
         self.doing = "receiving a value"
-        self.values.receive(self.reader)
+        self.values.receive(body)
 
-    def place(self, seq: int, length: int) -> None:
+    def place(self, seq: int, body: memoryview) -> None:
         self.doing = "receiving a value"
-        source = self.values.place(self.reader.body(length))
+        source = self.values.place(body)
         if self.completion is not None:  # else the device has read it
             self.source = source
 
-    def free(self, seq: int, length: int) -> None:
-        self.values.release(self.reader.body(length).cast("q").tolist())
+    def free(self, seq: int, body: memoryview) -> None:
+        self.values.release(body.cast("q").tolist())
 
-    def fetch(self, seq: int, length: int) -> None:
-        (value_seq,) = struct.unpack("<q", self.reader.body(8))
-        body = self.reader.body(length - 8)
+    def fetch(self, seq: int, body: memoryview) -> None:
+        (value_seq,) = struct.unpack_from("<q", body)
         if self.completion is not None and not self.completion.wait(value_seq):
             return
-        fetched = self.values.fetched(body)
+        fetched = self.values.fetched(body[8:])
         if fetched is None:
             self.stream.send([frame(wire.DONE, seq)])
         else:
             payload = wire.bytes_of(fetched)
             self.stream.send([wire.HEADER.pack(len(payload), wire.DATA, seq), payload])
-
-    def sync(self, seq: int, length: int) -> None:
-        if self.settled():
-            self.progress.note(seq)
-            self.stream.send([frame(wire.DONE, seq)])
 
     # -- an asynchronous device --------------------------------------------------------------------
 
@@ -269,9 +273,23 @@ class _Worker:
 
     # -- rare frames -------------------------------------------------------------------------------
 
-    def define(self, seq: int, length: int) -> None:
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """A block whose time is not that of a call."""
+        compiles = self.progress.number(COMPILES)
+        compiles[0] = True
+        try:
+            yield
+        finally:
+            compiles[0] = False
+
+    def define(self, seq: int, body: memoryview) -> None:
+        with self.compiling():
+            self.defined(seq, body)
+
+    def defined(self, seq: int, body: memoryview) -> None:
         self.doing = "receiving a plan"
-        definition: Definition = pickle.loads(self.reader.body(length))
+        definition: Definition = pickle.loads(body)
         doing = f"compiling {definition.name}"
         if definition.backend == EAGER:  # not cancelled with a call before it: it takes no time
             self.doing = doing
@@ -283,14 +301,14 @@ class _Worker:
     def begin(self, seq: int, doing: str) -> None:
         """From here on the command may be cancelled, until its reply."""
         self.doing = doing
-        self.progress.begin(seq)
+        self.progress.number(FUNCTION)[0] = seq
         self.running = seq
         if seq >= self.cancelled_from:
             self.interrupt()
 
-    def task(self, seq: int, length: int) -> None:
+    def task(self, seq: int, body: memoryview) -> None:
         self.doing = "receiving a call"
-        task: Task = pickle.loads(self.reader.body(length))
+        task: Task = pickle.loads(body)
         if task.body is not None:
             wire.keep_latest(self.bodies, task.body_id, task.body)
         linecache.cache.update(task.sources)
@@ -303,18 +321,18 @@ class _Worker:
         report, stored = self.executor.run(task, work, self.values.of(task.inputs))
         self.reply(seq, (report, len(stored)), dict(enumerate(stored, task.first_output)))
 
-    def group(self, seq: int, length: int) -> None:
-        name, partition = pickle.loads(self.reader.body(length))
+    def group(self, seq: int, body: memoryview) -> None:
+        name, partition = pickle.loads(body)
         self.doing = "joining a group"
         self.groups.ensure(name, partition)
 
-    def load(self, seq: int, length: int) -> None:
+    def load(self, seq: int, body: memoryview) -> None:
         self.doing = "importing the compiler"
-        with contextlib.suppress(Exception):  # compiling reports what is wrong
+        with contextlib.suppress(Exception), self.compiling():  # a plan reports what is wrong
             import_inductor()
 
-    def forget(self, seq: int, length: int) -> None:
-        plans, groups = pickle.loads(self.reader.body(length))
+    def forget(self, seq: int, body: memoryview) -> None:
+        plans, groups = pickle.loads(body)
         for plan_id in plans:
             self.plans.pop(plan_id, None)
         self.groups.release(groups)
@@ -322,7 +340,7 @@ class _Worker:
     def reply(self, seq: int, report: Any, values: Mapping[int, torch.Tensor] = _NOTHING) -> None:
         import cloudpickle
 
-        body = cloudpickle.dumps(report)
+        answer = cloudpickle.dumps(report)
         self.running = 0
         if self.was_cancelled:  # and the function caught it
             raise CallCancelled
@@ -330,37 +348,34 @@ class _Worker:
             os._exit(0)
         self.values.update(values)
         flush()
-        self.stream.send([frame(wire.REPLY, seq, body)])
+        self.stream.send([frame(wire.REPLY, seq, answer)])
 
     # -- failure and repair ------------------------------------------------------------------------
 
     def fail(self, seq: int, error: BaseException) -> None:
         if self.is_forked:
             os._exit(1)
-        origin = Origin.COMMUNICATION if is_communication(error) else Origin.USER
-        if self.was_cancelled:
-            origin = Origin.CANCELLED
+        is_consequence = self.was_cancelled or is_communication(error)
         self.groups.drop()
         self.failed = True
         with self.reporting:
-            self.report(seq, self.doing, origin, error, self.pack(seq, error))
+            self.report(seq, self.doing, is_consequence, error, self.pack(seq, error))
 
     def fail_late(self, seq: int, doing: str, error: BaseException) -> None:
         """A command has failed that had returned (completion thread)."""
-        origin = Origin.COMMUNICATION if is_communication(error) else Origin.USER
         with self.reporting:  # the abort makes the main thread fail, which may end the process
             self.groups.abort(self.groups.epoch)
             self.failed = True
-            self.report(seq, doing, origin, error, pack_exception(error))
+            self.report(seq, doing, is_communication(error), error, pack_exception(error))
 
     def report(
-        self, seq: int, doing: str, origin: Origin, error: BaseException, packed: bytes
+        self, seq: int, doing: str, is_consequence: bool, error: BaseException, packed: bytes
     ) -> None:
         is_usable = self.platform.recover(error)
         flush()
         where = f"{self.where} (rank {self.rank}, pid {os.getpid()}) while {doing}"
         where += "" if is_usable else _HINT
-        body = pickle.dumps((origin, packed, where))
+        body = pickle.dumps((is_consequence, packed, where))
         self.stream.send([frame(wire.FAILED, seq, body)])
         if not is_usable:
             os._exit(1)
@@ -379,19 +394,20 @@ class _Worker:
             late = "it took too long to get its text, or to pickle it"
             return pack_exception(WorkerError(f"{type(error).__qualname__}: {late}"))
 
-    def supervised(self, kind: int, seq: int, length: int) -> None:
-        body = self.reader.body(length)
+    def supervised(self, kind: int, seq: int, body: memoryview) -> None:
         if kind == wire.DRAIN:
             self.settled()  # a command that an abort has left half done fails now
             self.stream.send([frame(wire.DRAINED, seq)])
             return
         if kind != wire.REGROUP:
-            raise self.reader.broken(f"of unknown kind {kind}")
+            raise FrameError(f"broken frame: of unknown kind {kind}")
         epoch: int
         groups: dict[str, RankPartition]
         epoch, groups = pickle.loads(body)
         if self.completion is not None:
             self.completion.renew()
+        for number in (AT, HOST, COMPILES):  # what has failed, here or in a worker before this one
+            self.progress.number(number)[0] = 0
         self.failed = self.was_cancelled = False
         self.cancelled_from, self.epoch_begin = _NEVER, seq
         self.bodies.clear()  # the controller sends them again
@@ -426,18 +442,18 @@ class _Worker:
             self.was_cancelled = True
             raise CallCancelled
 
-    def describe(self) -> bytes:
-        """What the main thread does (control thread)."""
+    def describe(self) -> None:
+        """Say what the main thread does (control thread)."""
         seq, doing = self.running, self.doing
         if not seq and self.completion is not None and self.completion.current is not None:
             seq, doing, *_ = self.completion.current
-        return json.dumps({"seq": seq, "doing": doing, "waits": self.groups.waits()}).encode()
+        answer(self.stacks, seq, doing, self.groups.waits())
 
-    def forsake(self) -> None:
+    def in_forked_child(self) -> None:
         """In a child that a call has forked: it may work on, but not as this worker."""
         self.is_forked = True
-        self.groups.forsake()
-        self.staged.forsake()
+        self.groups.in_forked_child()
+        self.staged.in_forked_child()
 
 
 def _imports(frame: FrameType | None) -> bool:
@@ -463,6 +479,4 @@ def _listen(control: socket.socket, worker: _Worker) -> NoReturn:
         elif kind == wire.CANCEL:
             worker.cancel(value)
         elif kind == wire.DUMP:
-            body = worker.describe()
-            with contextlib.suppress(OSError):
-                control.send(wire.CONTROL.pack(value, len(body)) + body, wire.NO_WAIT)
+            worker.describe()

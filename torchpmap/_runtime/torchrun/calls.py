@@ -6,7 +6,7 @@ it has a number, which is the same in all of them; its collectives carry the num
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -19,14 +19,15 @@ from torchpmap._base.torch_internals import (
     outside_modes,
     outside_transforms,
 )
+from torchpmap._collectives.backend import c10d
 from torchpmap._layout.axis_stack import group_name
+from torchpmap._runtime import wire
 from torchpmap._runtime.executor import Compiled
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition, is_communication
+from torchpmap._runtime.groups.shared_memory import Occasion
 from torchpmap._runtime.task import Task
-from torchpmap._runtime.torchrun.header import Header
 from torchpmap._runtime.torchrun.history import History
-from torchpmap._runtime.torchrun.identity import described, shown, title
-from torchpmap._runtime.torchrun.rendezvous import Rendezvous
+from torchpmap._runtime.torchrun.rendezvous import Rendezvous, mismatch, shown
 from torchpmap._runtime.torchrun.watch import Watch, Watched
 from torchpmap._trace.agreement import is_equal
 from torchpmap._trace.compile import Definition
@@ -132,7 +133,7 @@ class Calls:
         header = None
         try:
             if plan.has_header:
-                header = Header(axis, occasion, self._groups.calls)
+                header = _Header(axis, occasion, self._groups.calls)
             try:
                 with plain_if_needed():
                     results = plan.compiled.run(blocks)
@@ -210,3 +211,62 @@ class plain:
 
 def plain_if_needed() -> AbstractContextManager[None]:
     return plain() if has_transforms() or num_modes() else nullcontext()
+
+
+class _Header:
+    """Tells the other processes which call this one makes, if its collectives do not tell: Gloo
+    carries only data, so two calls of equal shapes would exchange theirs.  It is under way from its
+    making on, while the call runs, and so costs no time of waiting.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], occasion: Occasion, calls: Mapping[int, str]
+    ) -> None:
+        """``calls``: names of calls, by the numbers of their occasions."""
+        self._ranks, self._occasion, self._calls = ranks, occasion, calls
+        sent = torch.tensor([[occasion.number, occasion.history]], device="cpu")
+        group = group_name(ranks)
+        self._received = c10d.all_gather_into_tensor(sent, len(ranks), group)
+
+    def compare(self) -> None:
+        """Wait for the headers of the others; raises, on all, if one makes another call."""
+        given = [tuple(row) for row in c10d.wait_tensor(self._received).tolist()]
+        numbers = [number for number, _ in given]
+        if len(set(numbers)) > 1:
+            raise mismatch(self._ranks, [self._name_of(number) for number in numbers])
+        if len(set(given)) > 1:
+            self._occasion.differ(self._ranks, self._ranks)
+
+    def _name_of(self, number: int) -> str:
+        mine = self._calls[self._occasion.number]
+        name = self._calls.get(number, "another call")
+        is_other = number != self._occasion.number and name == mine
+        return f"{name} (another function)" if is_other else name
+
+
+def title(definition: Definition) -> str:
+    """``"step(float32[1, 3]) on 2 devices"``."""
+    inputs = definition.arguments or ", ".join(kind_of(*given) for given in definition.inputs)
+    return f"{definition.name}({inputs}) on {len(definition.ranks)} devices"
+
+
+def described(definition: Definition, device: torch.device) -> str:
+    """A plan for ``device`` as text.  It has no place in a file: a function may be written down
+    once for each process.
+    """
+    backend = definition.backend
+    lines: Iterable[str] = [
+        title(definition),
+        f"compile: {backend.name} {backend.mode} {backend.options}",
+        *str(definition.graph.graph).splitlines(),
+    ]
+    constants = definition.graph.named_buffers()
+    text = "\n".join([*lines, *(f"{name} = {_value(value)}" for name, value in constants)])
+    return text.replace(str(device), device.type)  # each process has a number of its own
+
+
+def _value(constant: torch.Tensor) -> str:
+    if constant.numel() <= 64:
+        return str(constant.tolist())
+    number = number_of(bytes(wire.bytes_of(constant.contiguous())))
+    return f"{kind_of(constant.shape, constant.dtype)} number {number}"

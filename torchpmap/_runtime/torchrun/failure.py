@@ -55,7 +55,7 @@ class Failures:
         self._previous_hook = sys.excepthook
         sys.excepthook = self._uncaught
 
-    def insist(self) -> None:
+    def raise_if_closed(self) -> None:
         """Raise if the runtime was closed."""
         if self.closed_because is not None:
             self._raise_unseen()

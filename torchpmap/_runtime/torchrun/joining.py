@@ -4,6 +4,11 @@ The processes meet in the store of ``torch.distributed``'s default process group
 agent keeps it, it outlives the processes, and still has the keys from before a restart.
 ``TORCHELASTIC_RESTART_COUNT`` does not tell the attempts apart: only the agent whose own process
 failed counts up (pytorch #108158).  So the processes of one attempt agree on a name for it.
+
+Torchrun starts every process in a session of its own.  If the agent is killed, nothing else ends
+these processes: they would keep their GPUs, and wait for each other.  So each of them watches it.
+``PR_SET_PDEATHSIG`` does not help: it reacts to the end of the parent's *thread* that forked, and
+this process may be a grandchild.
 """
 
 from __future__ import annotations
@@ -14,10 +19,14 @@ import datetime
 import fcntl
 import os
 import secrets
+import select
+import signal
 import socket
 import struct
 import sys
+import threading
 import time
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -26,16 +35,22 @@ from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import CallTimeout
 from torchpmap._base.torch_groups import default_store
-from torchpmap._runtime.torchrun.agent import end_with_agent
-from torchpmap._runtime.torchrun.launcher import JobPlace
+from torchpmap._runtime.torchrun.place import JobPlace
 from torchpmap._runtime.torchrun.store import JobStore
 
 _LEAVING_S = 60.0
 """How long the process that keeps the store waits at its end for the others."""
 _LEAVING_FAILED_S = 2.0
 """The same when it has failed: the others still read why."""
+_GRACE_S = 30.0
+"""How long the script's handler for SIGTERM may take after the agent's end; torchrun allows the
+same.
+"""
+_STDERR = 2
+_TEXT = b"torchpmap: the agent of torchrun that started this process has ended, so it ends, too.\n"
 _SIOCGIFADDR = 0x8915
 
+_is_watched = False
 _attempt: str | None = None
 _store: JobStore | None = None
 _failed = False
@@ -113,6 +128,40 @@ def _attempt_of(store: JobStore, place: JobPlace, deadline: Deadline, timeout_s:
         f"not all {place.size} processes of the job came within torchpmap.config.timeout "
         f"({timeout_s:g} s)."
     )
+
+
+def end_with_agent() -> None:
+    """From now on this process ends when the agent of torchrun that started it does."""
+    global _is_watched
+    if _is_watched or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    _is_watched = True
+    try:
+        agent = os.pidfd_open(_agent())
+    except OSError:  # the agent is another user's, or this is an old kernel
+        return
+    threading.Thread(target=_end_after, args=(agent,), name="torchpmap-agent", daemon=True).start()
+
+
+def _agent() -> int:
+    """The process that started the session of this one; a script may stand between the two."""
+    leader = os.getsid(0)
+    if leader == os.getpid():
+        return os.getppid()
+    after_name = Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2]
+    return int(after_name.split()[1])
+
+
+def _end_after(agent: int) -> None:
+    poll = select.poll()
+    poll.register(agent, select.POLLIN)
+    poll.poll()
+    with contextlib.suppress(OSError):  # the reader of stderr may have been the agent
+        if select.select([], [_STDERR], [], 0)[1]:  # else it is full, and writing would wait
+            os.write(_STDERR, _TEXT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_S)  # a handler in Python never runs while the main thread is in C++
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave_at_once() -> None:

@@ -31,9 +31,8 @@ from torchpmap._base.errors import (
     WorkerError,
 )
 from torchpmap._base.tracebacks import printed_folded
-from torchpmap._runtime.torchrun.identity import shown
 from torchpmap._runtime.torchrun.joining import join, leave_at_once, route_to
-from torchpmap._runtime.torchrun.launcher import JobPlace
+from torchpmap._runtime.torchrun.place import JobPlace
 
 _POSTED_AFTER_S = 1.0
 """How long a process waits before it posts that it waits."""
@@ -91,7 +90,7 @@ class Rendezvous:
         """A number for all operations on values that span an axis (written by ``History``)."""
         self.refuse_history: Callable[[tuple[int, ...], Sequence[int]], None]
         """Raises, on all of the given ranks, as their histories of an axis differ (``History``)."""
-        self.insist: Callable[[], None] = lambda: None
+        self.raise_if_closed: Callable[[], None] = lambda: None
         """Raises if this process has failed in another thread (written by the runtime)."""
         self._turns: Counter[tuple[int, ...]] = Counter()
         self._gone: set[int] = set()
@@ -209,7 +208,7 @@ class Rendezvous:
             for pause in deadline.pauses():
                 if self.store.check(keys):
                     return
-                self.insist()
+                self.raise_if_closed()
                 self.raise_cause()
                 if look.passed:
                     if not posted:
@@ -230,7 +229,7 @@ class Rendezvous:
         by_rank = zip(waiting.ranks, keys, strict=True)
         missing = [rank for rank, key in by_rank if not self.store.check([key])]
         for rank in missing:
-            self._insist_on(rank, f"{waiting.what}: ")
+            self._raise_if_left(rank, f"{waiting.what}: ")
             other = self.waiting_of(rank)
             if other is not None and self._is_crossed(other) and waiting.turn >= 0:
                 raise CollectiveMismatch(
@@ -322,9 +321,9 @@ class Rendezvous:
         """Raise if another process has ended its script."""
         for rank in range(self.place.size):
             if rank != self.place.rank:
-                self._insist_on(rank)
+                self._raise_if_left(rank)
 
-    def _insist_on(self, rank: int, begin: str = "") -> None:
+    def _raise_if_left(self, rank: int, begin: str = "") -> None:
         """Raise if a process has ended its script."""
         if self.store.check([f"left/{rank}"]):
             self.raise_cause()  # a failing process reports its cause just before it leaves
@@ -344,7 +343,7 @@ class Rendezvous:
         with contextlib.suppress(Exception):
             self.store.set(f"left/{self.place.rank}", packed(dict(self.calls)))
 
-    def see_off(self) -> None:
+    def wait_for_others(self) -> None:
         """Wait a little for the others to end too."""
         keys = [f"left/{rank}" for rank in range(self.place.size)]
         with contextlib.suppress(dist.DistError):
@@ -438,3 +437,8 @@ def texts_by_rank(ranks: Sequence[int], texts: Sequence[str], places: Sequence[s
         + (f": {text[line]}" if line else "")
         for ((_, place), ranks), text in zip(by_text.items(), padded, strict=True)
     )
+
+
+def shown(what: str, where: str) -> str:
+    """What a process does, with the place of the user's function, as messages name it."""
+    return f"{what}, defined at {where}" if where else what

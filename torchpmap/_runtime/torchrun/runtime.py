@@ -43,8 +43,8 @@ from torchpmap._runtime.groups.process_groups import Groups, RankPartition
 from torchpmap._runtime.task import Report, Task, Usage, Work, bytes_held
 from torchpmap._runtime.torchrun.calls import Calls, Defined, plain, plain_if_needed
 from torchpmap._runtime.torchrun.failure import Failures
-from torchpmap._runtime.torchrun.launcher import JobPlace
-from torchpmap._runtime.torchrun.placement import (
+from torchpmap._runtime.torchrun.place import (
+    JobPlace,
     Placement,
     devices_of,
     own_number,
@@ -82,7 +82,7 @@ class TorchrunRuntime:
 
     runs_here = True
     forked = False
-    scarred = False
+    has_losses = False
     """Values are lost only with the whole job."""
 
     def __init__(self, place: JobPlace, device_type: str, config: Config) -> None:
@@ -107,7 +107,7 @@ class TorchrunRuntime:
             *(f"on device {self.devices[self.rank]}", self._usage),
         )
         self._failures = Failures(self._rendezvous, self._groups)
-        self._rendezvous.insist = self._failures.insist
+        self._rendezvous.raise_if_closed = self._failures.raise_if_closed
         self._watch = Watch(self._rendezvous, self._groups, self._failures)
         self._calls = Calls(self._rendezvous, self._groups, self._watch, config.timeout)
         self._launched: dict[int, Watched] = {}
@@ -142,14 +142,14 @@ class TorchrunRuntime:
     def closed(self) -> bool:
         return self._failures.closed_because is not None
 
-    def insist(self) -> None:
+    def raise_if_closed(self) -> None:
         """Raise if the runtime was closed."""
-        self._failures.insist()
+        self._failures.raise_if_closed()
 
     @property
     def rendezvous(self) -> Rendezvous:
         """How this process reaches the others without collectives."""
-        self.insist()
+        self.raise_if_closed()
         return self._rendezvous
 
     def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
@@ -166,7 +166,7 @@ class TorchrunRuntime:
         with self._lock:
             if not self._platform.is_hardware:  # else the groups of its calls are others
                 self._settle()
-            self.insist()
+            self.raise_if_closed()
             with self._failures.failing():
                 return self._calls.agree(tuple(sorted(ranks)), mine, what)
 
@@ -196,7 +196,7 @@ class TorchrunRuntime:
 
     def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
         with self._lock:
-            self.insist()
+            self.raise_if_closed()
             if self.rank not in team.ranks:
                 return _Block(None, team)
             block = blocks[team.ranks.index(self.rank)].detach()
@@ -229,14 +229,14 @@ class TorchrunRuntime:
     def block(self, handle: Handle) -> None:
         if self._completion is not None:
             self._completion.wait(handle.seq)
-        self.insist()
+        self.raise_if_closed()
 
     def is_ready(self, handle: Handle) -> bool:
         is_done = self._completion is None or handle.seq <= self._completion.done
         return is_done and not self.closed
 
     def check(self, handle: Handle) -> None:
-        self.insist()
+        self.raise_if_closed()
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class TorchrunRuntime:
     ) -> CompileReport:
         ranks = definition.ranks
         with self._lock:
-            self.insist()
+            self.raise_if_closed()
             if self.rank not in ranks:
                 raise ValueError(
                     f"{definition.name}: this process (rank {self.rank}) has none of the devices "
@@ -296,7 +296,7 @@ class TorchrunRuntime:
         self._lock.acquire()  # "with" takes twice as long
         try:
             if self._failures.closed_because is not None:
-                self.insist()
+                self.raise_if_closed()
             plan = self._plans[plan_id]
             blocks = [handle.block for handle in held]
             if give_up is not None:
@@ -367,7 +367,7 @@ class TorchrunRuntime:
         """Wait until the device has done everything; raise what has failed."""
         if self._completion is not None:
             self._completion.settle()
-        self.insist()
+        self.raise_if_closed()
 
     def _come_to(self, seq: int) -> None:
         """The device has come to a call (this and the next two: completion thread)."""
@@ -398,7 +398,7 @@ class TorchrunRuntime:
         self._watch.stop()
         self._rendezvous.leave(failed=failed)  # first: it is why the others' collectives end
         if self._completion is not None and not failed:
-            self._rendezvous.see_off()  # their collectives may still read from this device
+            self._rendezvous.wait_for_others()  # their collectives may still read from this device
         self._groups.drop()
         if self._completion is not None:
             self._completion.close(_STOPPING_S)

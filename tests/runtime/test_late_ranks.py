@@ -1,4 +1,4 @@
-"""Covers: _runtime/local/vigil.py, without a clock and without workers."""
+"""Covers: _runtime/local/waits.py, without a clock and without workers."""
 
 import os
 import subprocess
@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchpmap._runtime.local.forkserver import child_programs
-from torchpmap._runtime.local.vigil import Awaited, Vigil, helped, notice
+from torchpmap._runtime.local.waits import Awaited, Limit, Rank, Waits, helped, notice
 
 CALL = Awaited("it runs a call", 7)
 NEXT = Awaited("it runs a call", 8)
 
 
 def looks(*steps):
-    """What a vigil says at each of (time, who is awaited for what, states of the processes)."""
-    vigil = Vigil()
-    return [vigil.look(now, awaited, states.__getitem__) for now, awaited, states in steps]
+    """What a waits says at each of (time, who is awaited for what, states of the processes)."""
+    waits = Waits()
+    return [waits.look(now, awaited, states.__getitem__) for now, awaited, states in steps]
 
 
 QUIET = ([], [])
@@ -44,18 +44,53 @@ def test_look(steps, said):
 
 @given(st.lists(st.tuples(st.floats(0.1, 20), st.sampled_from("RSDTt"), st.booleans())))
 def test_only_a_process_that_was_stopped_all_the_time_is_ended(steps):
-    vigil, now, stopped_for = Vigil(), 0.0, 0.0
+    waits, now, stopped_for = Waits(), 0.0, 0.0
     was_stopped = False
     for pause, state, is_awaited in steps:
         now += pause
         is_stopped = is_awaited and state in "Tt"
         stopped_for = stopped_for + pause if is_stopped and was_stopped else 0.0
         was_stopped = is_stopped
-        ended, _ = vigil.look(now, {0: CALL} if is_awaited else {}, lambda _, state=state: state)
+        ended, _ = waits.look(now, {0: CALL} if is_awaited else {}, lambda _, state=state: state)
         if ended:
             assert stopped_for > 4.99
         if stopped_for > 5.01:
             assert ended == [0]
+
+
+SENT = Rank(6, 6)
+"""Done with all that was sent before call 8."""
+BUSY, RUNS, DONE = Rank(6, 7), Rank(7, 8), Rank(8, 8)
+COMPILES = Rank(6, 7, compiles=True)
+AHEAD = Rank(6, 7, host=9)  # the device is at call 7
+LIMITS = {  # (time, the two ranks), the last of which is over the limit of a second if that says so
+    "it takes too long": ([(0.5, RUNS, RUNS), (1, RUNS, RUNS)], [0, 1]),
+    "one rank does": ([(0.5, RUNS, DONE), (1, RUNS, DONE)], [0]),
+    "it ends in time": ([(0.5, RUNS, RUNS), (1, DONE, DONE)], None),
+    "it is queued": ([(5, BUSY, BUSY)], None),
+    "its time begins when a rank begins it": ([(5, BUSY, BUSY), (6, RUNS, BUSY)], None),
+    "and ends a second later": ([(5, BUSY, BUSY), (6, RUNS, BUSY), (7, RUNS, BUSY)], [0, 1]),
+    "a rank is between two commands": ([(4, BUSY, BUSY), (5, SENT, BUSY)], None),
+    "a rank does not begin it": ([(4, SENT, DONE), (5, SENT, DONE), (6, SENT, DONE)], [0]),
+    "one compiles": ([(5, RUNS, COMPILES), (6, RUNS, RUNS), (6.9, RUNS, RUNS)], None),
+    "its device is at another call": ([(5, AHEAD, AHEAD), (9, AHEAD, AHEAD)], None),
+    "its process is at another call": ([(5, Rank(6, 6, 7), DONE), (9, Rank(6, 6, 7), DONE)], None),
+}
+
+
+@pytest.mark.parametrize(("steps", "late"), LIMITS.values(), ids=LIMITS)
+def test_a_call_with_a_timeout(steps, late):
+    waits = Waits()
+    waits.limits[8] = limit = Limit(8, 0, (0, 1), 1.0, "step", 1.0)
+    found = [waits.overdue(now, ranks.__getitem__, {}.get) for now, *ranks in steps]
+    assert found == [None] * (len(steps) - 1) + [late and (limit, late)]
+
+
+def test_a_rank_that_runs_nothing_is_not_late():
+    waits = Waits()
+    waits.limits[8] = Limit(8, 0, (0, 1), 1.0, "step", 1.0)
+    assert waits.overdue(1.0, lambda rank: RUNS, lambda rank: True) is None
+    assert not waits.limits
 
 
 @pytest.mark.parametrize(

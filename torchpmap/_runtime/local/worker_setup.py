@@ -1,5 +1,5 @@
-"""What a worker process is told when it starts, and what it sets up for itself: where its output
-goes, and that it ends with the controller.
+"""What a worker process sets up for itself: where its output goes, and that it ends with the
+controller.
 """
 
 from __future__ import annotations
@@ -11,31 +11,6 @@ import multiprocessing
 import os
 import signal
 import sys
-from dataclasses import dataclass
-
-from torchpmap._base.config import Config
-from torchpmap._runtime.wire import InheritedFd
-
-
-@dataclass(frozen=True)
-class Birth:
-    """What a worker is told when it starts."""
-
-    rank: int
-    device_type: str
-    num_threads: int
-    config: Config
-    command: InheritedFd
-    control: InheritedFd
-    lifeline: InheritedFd
-    output: InheritedFd
-    errors: InheritedFd
-    store: InheritedFd
-    progress: InheritedFd
-    bell: InheritedFd
-    stacks: InheritedFd
-    staging: InheritedFd
-    landing: InheritedFd
 
 
 def arm_lifeline(fd: int) -> None:
@@ -50,10 +25,10 @@ def arm_lifeline(fd: int) -> None:
             os._exit(0)
 
 
-def arm_child(lifeline: InheritedFd) -> None:
+def arm_child(lifeline: int) -> None:
     """In a child that user code has made with ``multiprocessing``: it dies with the pool too."""
     # opened again: the signal for a shared descriptor goes to the worker alone
-    arm_lifeline(os.open(lifeline.path(), os.O_RDONLY | os.O_CLOEXEC))
+    arm_lifeline(os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_CLOEXEC))
 
 
 def kill_children() -> None:
@@ -65,14 +40,13 @@ def kill_children() -> None:
             child.kill()
 
 
-def redirect_output(birth: Birth) -> None:
+def redirect_output(output: int, errors: int) -> None:
     """Send everything written to stdout and stderr, also from C, to the controller, which prints
     it.
     """
-    os.dup2(birth.output.fd, 1)
-    os.dup2(birth.errors.fd, 2)
-    birth.output.close()
-    birth.errors.close()
+    for fd, stream in ((output, 1), (errors, 2)):
+        os.dup2(fd, stream)
+        os.close(fd)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable()

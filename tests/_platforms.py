@@ -1,9 +1,10 @@
-"""A stand-in for an accelerator, on the CPU, for tests: ``TORCHPMAP_TEST_LAG=1``.
+"""Devices that tests use in the place of others: ``TORCHPMAP_TEST_LAG=1`` and
+``TORCHPMAP_TEST_SHARE=1`` (see ``conftest``; ``_base/devices`` imports them in every process).
 
-Calls run later, on a thread of their own; until then their results are garbage.  Errors come when
-the thread reaches them.  A collective that has lost a rank goes on until this process aborts it;
-then it raises nothing, and leaves garbage.  An index out of range is what an assert in a kernel is:
-the device cannot be used after it.
+``Lagging`` is a stand-in for an accelerator, on the CPU.  Calls run later, on a thread of their
+own; until then their results are garbage.  Errors come when the thread reaches them.  A collective
+that has lost a rank goes on until this process aborts it; then it raises nothing, and leaves
+garbage.  An index out of range is what an assert in a kernel is: no device can be used after it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _through_host import ThroughHost
 
 from torchpmap._base.errors import GroupLost
-from torchpmap._base.platform import Boxed, Event, Kinds, Platform
+from torchpmap._base.platform import Boxed, Cuda, Event, Kinds, Platform
+
+_MAX_DEVICES = 8
 
 
 class _Moment:
@@ -63,7 +67,7 @@ class Lagging(Platform):
     def launch(
         self, run: Boxed, inputs: list[torch.Tensor], outputs: Kinds
     ) -> Sequence[torch.Tensor]:
-        self._insist()
+        self._raise_if_broken()
         results = [_garbage(shape, dtype) for shape, dtype in outputs]
 
         def work() -> None:
@@ -124,7 +128,7 @@ class Lagging(Platform):
         if self._thread is not None:
             self._thread.join()
 
-    def _insist(self) -> None:
+    def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise self._broken
 
@@ -153,3 +157,44 @@ def _garbage(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     if result.numel():
         result.view(-1).view(torch.uint8).fill_(0x7F)
     return result
+
+
+class SharedCuda(Cuda):
+    """The first GPU for every worker, for tests: ``TORCHPMAP_TEST_SHARE=1``.
+
+    NCCL refuses two processes on one GPU.  Tensors travel through the host, and Gloo's collectives
+    end when its sockets are shut down.
+    """
+
+    collectives = "GLOO"
+    backends = "gloo"
+
+    def count(self) -> int:
+        return _MAX_DEVICES if super().count() else 0
+
+    def environment(self, rank: int) -> dict[str, str]:
+        return super().environment(0)
+
+    def device(self, number: int = 0) -> torch.device:
+        return super().device(0)
+
+    def narrow(self, number: int) -> int:
+        return super().narrow(0)
+
+    def open(self, number: int, id: int) -> torch.device:
+        return super().open(0, id)
+
+    def model(self, number: int) -> str:
+        return super().model(0)
+
+    def hardware(self, number: int) -> str:
+        return ""
+
+    def communicator(self, store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
+        return None
+
+    def through(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        return ThroughHost(group)
+
+    def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        pass

@@ -1,14 +1,17 @@
-"""Decides which awaited workers must be ended, and which the user should be told about.
+"""Which ranks are waited for, and what follows when that takes long.  No clock and no processes
+here: the numbers of ``progress`` go in, and what ``watch`` does about them comes out.
 
-A worker may be slow without limit: computing for an hour is no error.  A worker whose process is
-stopped never answers, and the state of the process shows that.  No clock and no processes here.
+* A worker may be slow without limit: computing for an hour is no error.  The user is told, once.
+* A worker whose process is stopped never answers, and is ended.
+* The time of a call that has a timeout counts from when it is sent, or, if it is queued behind
+  others, from when a rank begins it.  Compiling, on any rank, does not count.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 STOPPED_S = 5.0
@@ -16,7 +19,8 @@ STOPPED_S = 5.0
 _SLOW_S = 30.0
 """How long a rank is waited for before the user is told."""
 
-_COMPILERS = re.compile(r"\+\+|cc1plus|clang|\b(gcc|collect2|as|ld)\b")
+STOPPED = ("T", "t")
+"""States of a process, as in ``/proc/PID/stat``: by a signal, by a debugger."""
 _STATES = {
     "R": "computing",
     "S": "asleep, or waiting for another device",
@@ -25,6 +29,7 @@ _STATES = {
     "t": "stopped, by a debugger",
     "Z": "ended",
 }
+_COMPILERS = re.compile(r"\+\+|cc1plus|clang|\b(gcc|collect2|as|ld)\b")
 
 
 class Awaited(NamedTuple):
@@ -32,6 +37,47 @@ class Awaited(NamedTuple):
 
     what: str
     progress: Any
+
+
+class Rank(NamedTuple):
+    """How far a rank has come; numbers of commands, 0 for none."""
+
+    done: int
+    """The last that it is done with."""
+    at: int
+    """The last that its device has begun."""
+    host: int = 0
+    """The last that its process has begun, if the device runs commands later."""
+    compiles: bool = False
+    """Whether it compiles, or loads, a plan or the compiler."""
+
+    def is_before(self, seq: int) -> bool:
+        """Whether it is at an earlier command."""
+        return self.done < self.at < seq or self.done < self.host < seq
+
+
+@dataclass
+class Limit:
+    """A call that may take only so long."""
+
+    seq: int
+    epoch: int
+    ranks: Sequence[int]
+    seconds: float
+    name: str
+    end: float | None
+    """When its time is up; None while that does not count."""
+    seen: Mapping[int, Rank] = field(default_factory=dict)
+    """The ranks at the last look."""
+
+    def counts(self, late: Mapping[int, Rank]) -> bool:
+        """Whether one of the ranks that are not done with it has begun it, or begins nothing
+        although it could: its process is stopped, or C code holds the GIL.
+        """
+        return not any(each.compiles for each in late.values()) and any(
+            not each.is_before(self.seq) and (each.at >= self.seq or each == self.seen.get(rank))
+            for rank, each in late.items()
+        )
 
 
 @dataclass
@@ -42,11 +88,12 @@ class _Wait:
     was_told: bool = False
 
 
-class Vigil:
-    """Compares the awaited ranks with those of the last ``look``."""
+class Waits:
+    """``limits``: any thread adds, by the number of the call; the rest is for one thread."""
 
     def __init__(self) -> None:
         self._waits: dict[int, _Wait] = {}
+        self.limits: dict[int, Limit] = {}
 
     def look(
         self, now: float, awaited: Mapping[int, Awaited], state: Callable[[int], str]
@@ -62,7 +109,7 @@ class Vigil:
                 wait = _Wait(what, now)
             self._waits[rank] = wait
             letter = state(rank)
-            if letter not in ("T", "t"):
+            if letter not in STOPPED:
                 wait.stopped_since = None
             elif wait.stopped_since is None:
                 wait.stopped_since = now
@@ -72,6 +119,26 @@ class Vigil:
                 wait.was_told = True
                 slow.append((rank, letter, now - wait.since))
         return stopped, slow
+
+    def overdue(
+        self, now: float, rank: Callable[[int], Rank], has_ended: Callable[[int], bool]
+    ) -> tuple[Limit, list[int]] | None:
+        """A call whose time is up, and the ranks that are not done with it; it has no limit any
+        more.  ``has_ended``: whether a rank is known to run nothing.
+        """
+        for limit in tuple(self.limits.values()):
+            found = {k: rank(k) for k in limit.ranks if not has_ended(k)}
+            late = {k: each for k, each in found.items() if each.done < limit.seq}
+            if not limit.counts(late):
+                limit.end = None
+            elif limit.end is None:
+                limit.end = now + limit.seconds
+            limit.seen = late
+            if not late or (limit.end is not None and now >= limit.end):
+                self.limits.pop(limit.seq, None)
+                if late:
+                    return limit, [*late]
+        return None
 
 
 def helped(state: str, programs: Sequence[str]) -> str:

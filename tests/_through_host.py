@@ -14,8 +14,15 @@ import torch.distributed as dist
 
 from torchpmap._base.errors import GroupLost
 from torchpmap._base.pytree import map_tensors, tree_leaves
-from torchpmap._base.torch_groups import ProcessGroup
-from torchpmap._runtime.groups.shared_memory_group import DONE
+from torchpmap._base.torch_groups import ProcessGroup, Work
+
+
+class _Done(Work):
+    def wait(self, timeout=None):
+        return True
+
+
+_DONE = _Done()
 
 
 class ThroughHost(ProcessGroup):  # type: ignore[misc]
@@ -36,7 +43,7 @@ def _copying(name: str) -> Callable[..., Any]:
             raise GroupLost(str(error)) from error
         for x, copy in zip(tree_leaves(args[0]), tree_leaves(arguments[0]), strict=True):
             x.copy_(copy)  # the first argument is what a collective writes to
-        return DONE
+        return _DONE
 
     return run
 

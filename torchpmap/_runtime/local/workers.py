@@ -33,7 +33,7 @@ _STARTER_S = 0.5
 """How long to wait for the starter thread, which checks more often than this whether to stop."""
 
 
-class Crew:
+class Workers:
     """Owner: the pool, which must call ``end``."""
 
     def __init__(
@@ -42,14 +42,14 @@ class Crew:
         config: Config,
         *,
         on_event: Callable[[Event], None],
-        on_tick: Callable[[], None],
+        on_tick: Callable[[], float],
         on_crash: Callable[[BaseException], None],
     ) -> None:
         self._devices = devices
         self._config = config
         self._on_crash = on_crash
         self._is_wanted = True
-        self.workers: dict[int, WorkerProcess] = {}
+        self.by_rank: dict[int, WorkerProcess] = {}
         # in the background: the fork server may still be importing
         self._starter = threading.Thread(target=self._start_all, name=STARTER, daemon=True)
         with explained(), contextlib.ExitStack() as undo:
@@ -62,8 +62,8 @@ class Crew:
             self.monitor = Monitor(devices, on_event=on_event, on_tick=on_tick, on_crash=on_crash)
             undo.callback(self.monitor.stop)
             for rank in range(len(devices)):
-                self.workers[rank] = self._new_worker(rank)
-                undo.callback(self.workers[rank].close)
+                self.by_rank[rank] = self._new_worker(rank)
+                undo.callback(self.by_rank[rank].close)
             undo.pop_all()
 
     def empty_store(self) -> None:
@@ -76,10 +76,8 @@ class Crew:
     def _new_worker(self, rank: int) -> WorkerProcess:
         device_type = self._devices[rank].platform
         threads = threads_per_device(len(self._devices))
-        return WorkerProcess(
-            *(rank, device_type, threads, self._config),
-            *(self._store_fd, self.progress, self.landing),
-        )
+        shared = self._store_fd, *self.progress.inherited(), self.landing.fd
+        return WorkerProcess(rank, device_type, threads, self._config, shared)
 
     def begin(self) -> None:
         """Start the workers, if it was not done; not before they are needed, since which modules
@@ -93,7 +91,7 @@ class Crew:
 
     def _start_all(self) -> None:
         try:
-            for worker in self.workers.values():
+            for worker in self.by_rank.values():
                 self._start(worker)
         except RuntimeClosed:
             pass
@@ -104,9 +102,13 @@ class Crew:
         worker.start(lambda: self._is_wanted)
         self.monitor.watch(worker)
 
+    def name(self, rank: int) -> str:
+        """A worker in messages."""
+        return f"{self._devices[rank]} (rank {rank}, pid {self.by_rank[rank].pid})"
+
     def replace(self, rank: int, send_lock: threading.RLock) -> None:
         """Put a new worker in the place of a dead one; may be tried again if it raises."""
-        old = self.workers[rank]
+        old = self.by_rank[rank]
         if old.is_open:
             if not self.monitor.forget(old):
                 raise RuntimeClosed("the thread that reads the workers' answers does not respond")
@@ -118,22 +120,22 @@ class Crew:
         except BaseException:
             new.close()
             raise
-        self.workers[rank] = new
+        self.by_rank[rank] = new
 
     def control(self, ranks: Iterable[int], kind: int, value: int) -> None:
         """Send a message that workers obey even while they run a call; never waits."""
         for rank in ranks:
             with contextlib.suppress(OSError):  # the worker is gone, or its socket is full
                 message = wire.CONTROL.pack(kind, value)
-                self.workers[rank].control.send(message, wire.NO_WAIT)
+                self.by_rank[rank].control.send(message, wire.NO_WAIT)
 
     def end(self) -> None:
         """End all workers, by force if they do not go; takes a few seconds at most."""
         self._is_wanted = False
         if self._starter.ident is not None and self._starter is not threading.current_thread():
             self._starter.join(_STARTER_S)
-        workers = tuple(self.workers.values())
-        for end in (WorkerProcess.hang_up, WorkerProcess.kill):
+        workers = tuple(self.by_rank.values())
+        for end in (WorkerProcess.end_commands, WorkerProcess.kill):
             for worker in workers:
                 end(worker)
             patience = Deadline(_STOP_PATIENCE_S)
@@ -147,9 +149,9 @@ class Crew:
             os.close(store)
         self.landing.close()
 
-    def abandon(self) -> None:
+    def in_forked_child(self) -> None:
         """In a forked child, which must not keep the parent's workers alive."""
-        self.landing.abandon()
-        for worker in self.workers.values():
-            worker.staging.abandon()
+        self.landing.in_forked_child()
+        for worker in self.by_rank.values():
+            worker.staging.in_forked_child()
             worker.close()

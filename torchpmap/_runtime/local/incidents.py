@@ -40,28 +40,28 @@ class _Death:
 class Era:
     """What has happened to the values that were made between two repairs."""
 
-    def __init__(self, scarred: set[int]) -> None:
-        self._scarred = scarred
-        self.is_scarred = False
+    def __init__(self, lossy: set[int]) -> None:
+        self._lossy = lossy
+        self.has_losses = False
         self.failure: Verdict | None = None
         self.deaths: dict[int, _Death] = {}  # by rank; the first of a rank, which lost the values
 
-    def scar(self) -> None:
-        self.is_scarred = True
-        self._scarred.add(id(self))
+    def note_loss(self) -> None:
+        self.has_losses = True
+        self._lossy.add(id(self))
 
     def __del__(self) -> None:
-        self._scarred.discard(id(self))
+        self._lossy.discard(id(self))
 
 
-class Losses:
+class Incidents:
     """Written by the repairing thread, read by any."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
-        self.scarred: set[int] = set()
+        self.lossy: set[int] = set()
         """Not empty as long as values that may be lost are alive."""
-        self.era = Era(self.scarred)
+        self.era = Era(self.lossy)
         """The era of the commands that are sent now."""
         self._eras = WeakSet([self.era])
 
@@ -69,12 +69,12 @@ class Losses:
         """Record an incident, which ends the era; ``completed``: the last command per dead rank."""
         if verdict.first_seq is not None:
             self.era.failure = verdict
-            self.era.scar()
+            self.era.note_loss()
         for death in verdict.deaths:
             for era in self._eras:
                 era.deaths.setdefault(death.rank, _Death(completed[death.rank], verdict))
-                era.scar()
-        self.era = Era(self.scarred)
+                era.note_loss()
+        self.era = Era(self.lossy)
         self._eras.add(self.era)
 
     def of_value(self, era: Era, seq: int, ranks: Sequence[int]) -> BaseException | None:
@@ -106,10 +106,10 @@ class Losses:
 
     def era_of(self, error: BaseException) -> Era:
         """An era of values that were lost before there were these devices."""
-        era = Era(self.scarred)
+        era = Era(self.lossy)
         failed = Failed(0, 0, False, pack_exception(error), "as torchpmap.resize found it")
         era.failure = Verdict((failed,), ())
-        era.scar()
+        era.note_loss()
         return era
 
     def died_in(self, era: Era, seq: int, rank: int) -> bool:
@@ -131,7 +131,7 @@ def exception_of(verdict: Verdict, devices: Sequence[Device]) -> BaseException:
     cause = verdict.cause
     error: BaseException
     if isinstance(cause, Exited):
-        text = _obituary(devices[cause.rank], cause)
+        text = _death_text(devices[cause.rank], cause)
         error = WorkerDied(text, rank=cause.rank, exitcode=cause.exitcode)
     elif cause.communication:
         error = _failed_collective(unpack_exception(cause.packed, where=cause.where))
@@ -141,7 +141,7 @@ def exception_of(verdict: Verdict, devices: Sequence[Device]) -> BaseException:
     same: list[int] = []
     for other in verdict.consequences:
         if isinstance(other, Exited):
-            error.add_note(_obituary(devices[other.rank], other))
+            error.add_note(_death_text(devices[other.rank], other))
         elif not other.communication:
             theirs = repr(unpack_exception(other.packed, where=""))
             if theirs == text:
@@ -177,7 +177,7 @@ def _failed_collective(error: BaseException) -> PmapError:
     return failed
 
 
-def _obituary(device: Device, death: Exited) -> str:
+def _death_text(device: Device, death: Exited) -> str:
     what = (
         f"the worker of device {device} (rank {death.rank}, pid {death.pid}) died: "
         f"{exit_reason(death.exitcode)}{f' ({death.why})' if death.why else ''}"

@@ -1,4 +1,4 @@
-"""Covers: _runtime/local/losses.py. No process is started: incidents are noted, values asked
+"""Covers: _runtime/local/incidents.py. No process is started: incidents are noted, values asked
 about.
 """
 
@@ -9,7 +9,7 @@ import pytest
 import torchpmap as tp
 from torchpmap._base.devices import enumerate_devices
 from torchpmap._base.errors import pack_exception
-from torchpmap._runtime.local.losses import Losses
+from torchpmap._runtime.local.incidents import Incidents
 from torchpmap._runtime.local.supervise import Exited, Failed, Verdict
 
 DEVICES = enumerate_devices(3, "cpu")
@@ -45,17 +45,17 @@ CASES = {
 
 @pytest.mark.parametrize(("events", "completed", "asked", "error"), CASES.values(), ids=CASES)
 def test_what_an_incident_costs(events, completed, asked, error):
-    losses = Losses(DEVICES)
-    era = losses.era
-    losses.note(verdict(*events), completed)
-    found = losses.of_value(era, *asked)
+    incidents = Incidents(DEVICES)
+    era = incidents.era
+    incidents.note(verdict(*events), completed)
+    found = incidents.of_value(era, *asked)
     assert type(found) is (error or type(None))
-    assert losses.of_value(losses.era, 100, ALL) is None
+    assert incidents.of_value(incidents.era, 100, ALL) is None
 
 
 def test_an_incident_concerns_the_values_made_before_its_repair():
     """A value is lost by the first death of its rank."""
-    deaths, failures = Losses(DEVICES), Losses(DEVICES)
+    deaths, failures = Incidents(DEVICES), Incidents(DEVICES)
     eras = []
     for seq in (5, 10, 15):
         eras.append((deaths.era, failures.era, seq))
@@ -70,13 +70,13 @@ def test_an_incident_concerns_the_values_made_before_its_repair():
 
 
 def test_an_incident_is_forgotten_with_the_last_value_that_it_concerns():
-    losses = Losses(DEVICES)
-    kept = losses.era
-    losses.note(verdict(death(1)), {1: 5})
+    incidents = Incidents(DEVICES)
+    kept = incidents.era
+    incidents.note(verdict(death(1)), {1: 5})
     for seq in range(1000):
-        losses.note(verdict(failure(seq)), {})
+        incidents.note(verdict(failure(seq)), {})
     gc.collect()
-    assert losses.scarred == {id(kept)}
-    assert isinstance(losses.of_value(kept, 1, ALL), tp.ShardLost)
+    assert incidents.lossy == {id(kept)}
+    assert isinstance(incidents.of_value(kept, 1, ALL), tp.ShardLost)
     del kept
-    assert not losses.scarred
+    assert not incidents.lossy
