@@ -17,7 +17,6 @@ from torchpmap._plan.plan import Drawn, Pinned, Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.device_put import handle_of
-from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.capture import Substitute
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.program import Outcome, Program
@@ -39,7 +38,7 @@ class MappedProgram(Differentiable):
     def __init__(
         self,
         target: Target,
-        program: Program | BlockProgram,
+        program: Program,
         layouts: Sequence[Layout],
         plan: Plan | UncompiledPlan,
         surroundings: Surroundings,

@@ -26,7 +26,6 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._runtime.task import Task
 from torchpmap._sharded.device_put import handles_of
 from torchpmap._trace import recording
-from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.pickling import number_of, pickled_function
 from torchpmap._trace.program import Program, not_replicated, unequal_results
 from torchpmap.random._streams import draw_key, peek_key, uses_generator
@@ -41,7 +40,7 @@ class UncompiledPlan:
 
     def __init__(
         self,
-        program: Program | BlockProgram,
+        program: Program,
         grid: Grid,
         prefix: str,
         timeout: float | None = None,

@@ -22,6 +22,7 @@ from torchpmap._base.config import check_timeout
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import call_prefix
 from torchpmap._base.pytree import flatten_call
+from torchpmap._layout.grid import cut_at, dim_of
 from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.escaped import Escaped
 from torchpmap._transforms.call import (
@@ -80,14 +81,18 @@ class Options(MapOptions):
 class RowArguments(CallArguments):
     """A call of a function that gets rows."""
 
-    axes: tuple[int | None, ...]
-    """Per leaf, counted from the front; None for unmapped, static and empty leaves."""
     size: int
     spans: bool
     """Whether the rows are those of all processes, not only of this one."""
 
+    @property
+    def axes(self) -> tuple[int | None, ...]:
+        """Per leaf, the dim that is mapped."""
+        return tuple(dim_of(cut or (), 0) for cut in self.cuts)
+
     def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
-        return [size for dim, size in enumerate(shape) if dim != self.axes[position]]
+        mapped = dim_of(self.cuts[position] or (), 0)
+        return [size for dim, size in enumerate(shape) if dim != mapped]
 
 
 def split_statics(
@@ -166,12 +171,12 @@ def take_apart(
         raise ValueError(
             f"{options.prefix}: the mapped axis has size 0, but it needs at least one row."
         )
-    canonical = tuple(
-        None if axis is None or shape is None else axis % len(shape)
+    cuts = tuple(
+        None if shape is None else cut_at(None if axis is None else axis % len(shape))
         for axis, (_, shape, _) in zip(axes, infos, strict=True)
     )
     donated = tuple(_donated(options, args, kwargs))
-    return RowArguments(leaves, structure, tuple(paths), donated, canonical, size, spans)
+    return RowArguments(leaves, structure, tuple(paths), donated, cuts, size, spans)
 
 
 def _positional_axes(

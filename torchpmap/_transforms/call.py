@@ -15,10 +15,12 @@ import torch
 from torchpmap._base.exact import Pictures, exact
 from torchpmap._base.pytree import Structure
 from torchpmap._base.sources import is_foreign
+from torchpmap._layout.grid import Cut
 from torchpmap._trace.compile import Backend
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.escaped import Escaped
 from torchpmap._trace.kinds import check_dtype, check_number, oddity
+from torchpmap._trace.program import Block, Constant
 
 _T = TypeVar("_T")
 
@@ -107,12 +109,24 @@ def _may_change(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A call, taken apart; front ends add where each leaf goes."""
+    """A call, taken apart."""
 
     leaves: list[Any]
     structure: Structure
     paths: tuple[str, ...]
     is_donated: tuple[bool, ...]
+    cuts: tuple[Cut | None, ...]
+    """Per leaf; None for static and empty leaves."""
+
+    @property
+    def template(self) -> tuple[Block | Constant, ...]:
+        """The leaves, as a program has them."""
+        return tuple(
+            Constant(leaf.value if isinstance(leaf, Static) else None)
+            if cut is None
+            else Block(cut)
+            for leaf, cut in zip(self.leaves, self.cuts, strict=True)
+        )
 
     @functools.cached_property
     def positions(self) -> tuple[int, ...]:

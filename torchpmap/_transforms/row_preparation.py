@@ -1,24 +1,32 @@
-"""How the rows of a ``pmap`` call share the devices, and those of mapped functions inside it."""
+"""How the rows of a ``pmap`` call share the devices, and those of mapped functions inside it.
+
+rows x cols = 2 x 4 on 8 devices    2 x 4 devices, one row and one column each
+              4 x 4                 4 x 2 devices, one row and two columns each
+              3 x 3                 3 x 1 devices: 9 do not fit, 3 x 2 does not divide
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import warn
 from torchpmap._base.pytree import flatten_call
-from torchpmap._layout.grid import Cut, Grid
+from torchpmap._layout.grid import Cut, Grid, nested
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._runtime.current import check_devices, process_count, process_index
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._sharded.tensor import ShardedTensor, spans_processes
-from torchpmap._trace.program import Constant, Input, Program
-from torchpmap._transforms.arguments import Options, RowArguments, take_apart
+from torchpmap._sharded.transfer import host_tensor
+from torchpmap._trace.row_program import RowProgram
+from torchpmap._transforms.arguments import Options, RowArguments, split_statics, take_apart
 from torchpmap._transforms.call import Static
-from torchpmap._transforms.nesting import counts_of_list, cuts_of, device_counts, inner_call
 from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
 
 
@@ -59,7 +67,7 @@ class RowPreparation(Preparation[RowArguments]):
         num_devices = None if chosen is None else len(chosen if spans else _here(chosen))
         return take_apart(self._fun, options, args, kwargs, num_devices, spans)
 
-    def whole_program(self, call: RowArguments) -> Program:
+    def whole_program(self, call: RowArguments) -> RowProgram:
         return self.program(call, call.size)
 
     def decide(self, call: RowArguments) -> Decided:
@@ -68,10 +76,10 @@ class RowPreparation(Preparation[RowArguments]):
         if len(levels) == 1:
             self._warn_of_idle_devices(call.size, grid)
         program = _program_of(levels, grid)
-        cuts = cuts_of([level.call for level in levels])
+        cuts = _cuts_of([level.call for level in levels])
         leaves = call.travelling(call.leaves)
         layouts = tuple(_layout_of(leaf, cut, grid) for leaf, cut in zip(leaves, cuts, strict=True))
-        return Decided(program, grid, layouts, (call.axes, grid.sizes, program.all_lanes))
+        return Decided(program, grid, layouts, (call.cuts, grid.sizes, program.sizes))
 
     def check_devices(self, call: RowArguments) -> None:
         """Raise the errors of choosing devices for a call."""
@@ -82,7 +90,7 @@ class RowPreparation(Preparation[RowArguments]):
         levels = [_Level(self, call)]
         inner = self._inner if process_count() == 1 else None
         while inner is not None:
-            found = inner_call(inner._fun, inner.options, levels[-1].call)
+            found = _inner_call(inner._fun, inner.options, levels[-1].call)
             if found is None:
                 break
             levels.append(_Level(inner, found))
@@ -143,25 +151,20 @@ class RowPreparation(Preparation[RowArguments]):
         product = " * ".join(map(str, sizes))
         return f"{text} For a pmap of a pmap, {product} = {math.prod(sizes)} devices will do too."
 
-    def program(self, call: RowArguments, lanes: int) -> Program:
+    def program(self, call: RowArguments, lanes: int) -> RowProgram:
         options = self.options
-        template = tuple(
-            Constant(leaf.value if isinstance(leaf, Static) else None)
-            if leaf is None or isinstance(leaf, Static)
-            else Input(axis)
-            for leaf, axis in zip(call.leaves, call.axes, strict=True)
-        )
-        return Program(
+        return RowProgram(
             self._fun,
             options.name,
+            options.prefix,
             call.structure,
-            template,
+            call.template,
             options.out_axes,
+            options.randomness,
+            self._seed,
             options.axis_name,
             options.check_replicated,
             lanes,
-            options.randomness,
-            self._seed,
         )
 
 
@@ -173,9 +176,9 @@ class _Level:
     call: RowArguments
 
 
-def _program_of(levels: Sequence[_Level], grid: Grid) -> Program:
+def _program_of(levels: Sequence[_Level], grid: Grid) -> RowProgram:
     """The program of a call, with the programs inside it."""
-    inner: Program | None = None
+    inner: RowProgram | None = None
     for depth in reversed(range(1, len(levels))):
         level = levels[depth]
         program = level.preparation.program(level.call, level.call.size // grid.sizes[depth])
@@ -202,3 +205,69 @@ def _layout_of(leaf: Any, cut: Cut, grid: Grid) -> Layout:
     if is_known and leaf._alive()[0].same_place(layout):
         return layout
     return replicated_layout(shape, dtype, _here(grid.axis_devices))
+
+
+def _inner_call(
+    fun: Callable[..., Any], options: Options, outer: RowArguments
+) -> RowArguments | None:
+    """The call that a row of ``outer`` makes of the mapped function ``fun``; None if the two do not
+    fit together leaf by leaf, and for misuse, which is reported where the function is called.
+    """
+    if options.devices is not None:
+        return None
+    values = [_row_of(leaf, axis) for leaf, axis in zip(outer.leaves, outer.axes, strict=True)]
+    args, kwargs = outer.structure.unflatten(values)
+    try:
+        args, kwargs = split_statics(options, args, kwargs)
+        call = take_apart(fun, options, args, kwargs, None)
+    except (TypeError, ValueError):
+        return None
+    if any(isinstance(x, Static) and isinstance(x.value, torch.Tensor) for x in call.leaves):
+        return None
+    given = [x for x in values if isinstance(x, torch.Tensor)]
+    taken = call.travelling(call.leaves)
+    same = len(given) == len(taken) and all(x is y for x, y in zip(given, taken, strict=True))
+    return call if same else None
+
+
+def _row_of(leaf: Any, axis: int | None) -> Any:
+    if leaf is None:
+        return None
+    if isinstance(leaf, Static):
+        return leaf.value
+    tensor = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
+    shape = list(tensor.shape)
+    if axis is not None:
+        del shape[axis]
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+
+def _cuts_of(levels: Sequence[RowArguments]) -> list[Cut]:
+    """For every leaf that travels, the dim that each level maps; levels have the same leaves."""
+    cuts: list[Cut] | None = None
+    for call in reversed(levels):
+        axes = call.travelling(call.axes)
+        inside: list[Cut] = [()] * len(axes) if cuts is None else cuts
+        cuts = [nested(axis, cut) for axis, cut in zip(axes, inside, strict=True)]
+    return cuts or []
+
+
+def device_counts(sizes: Sequence[int], available: int) -> tuple[int, ...]:
+    """Devices along each axis: divisors of the sizes; most in all, then most on the first axis."""
+    choices = itertools.product(*(_divisors(size, available) for size in sizes))
+    fitting = (counts for counts in choices if math.prod(counts) <= available)
+    return max(fitting, key=lambda counts: (math.prod(counts), counts))
+
+
+def _divisors(size: int, most: int) -> list[int]:
+    return [n for n in range(1, min(size, most) + 1) if size % n == 0]
+
+
+def counts_of_list(sizes: Sequence[int], num_devices: int) -> tuple[int, ...] | None:
+    """Devices along each axis of a list of devices, which must be one per row, or one per row and
+    column, and so on; None if it is not.
+    """
+    for num_axes in range(1, len(sizes) + 1):
+        if math.prod(sizes[:num_axes]) == num_devices:
+            return (*sizes[:num_axes], *(1,) * (len(sizes) - num_axes))
+    return None

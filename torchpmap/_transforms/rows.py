@@ -49,7 +49,7 @@ def run_rows(
     axis_name: Hashable,
     size: int,
     leaves: Sequence[torch.Tensor],
-    place: Callable[[int], str] | None = None,
+    place: Callable[[int], str],
 ) -> list[T]:
     """The results of ``run_row(index, axis)`` for every index of an axis, in order; ``run_row``
     must bind the axis.
@@ -59,7 +59,7 @@ def run_rows(
         axis_name: name of the axis.
         size: number of rows.
         leaves: parameters that rows share; each row has its own ``.grad`` of them, None at first.
-        place: where a row runs, as notes say it; by default its number and the axis.
+        place: where a row runs, as notes say it.
 
     Raises:
         CollectiveMismatch: rows wait for each other in different collectives.
@@ -85,8 +85,7 @@ def run_rows(
             except _Abandoned:
                 pass
             except BaseException as error:
-                at = f"in row {row} of {size}, axis {axis_name!r}"
-                meeting.fail(error, at if place is None else place(row))
+                meeting.fail(error, place(row))
             else:
                 meeting.end(row)
 

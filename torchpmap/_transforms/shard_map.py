@@ -19,10 +19,8 @@ from torchpmap._layout.mesh import Mesh, PartitionSpec
 from torchpmap._runtime.current import check_devices
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import check_equal_everywhere, host_tensor
-from torchpmap._trace.block_program import Block, BlockProgram, surrounding
-from torchpmap._trace.blocks_inside import run_inside
-from torchpmap._trace.program import Constant
-from torchpmap._transforms.call import Static, check_function, name_of
+from torchpmap._trace.block_program import BlockProgram, run_inside, surrounding
+from torchpmap._transforms.call import check_function, name_of
 from torchpmap._transforms.inline import run_here, run_inline
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, Mapped
 from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
@@ -50,25 +48,19 @@ class BlockPreparation(Preparation[BlockArguments]):
         return take_blocks(self._fun, self.options, args, kwargs)
 
     def whole_program(self, call: BlockArguments) -> BlockProgram:
-        options, mesh = self.options, self.options.the_mesh
-        leaves = tuple(
-            Constant(leaf.value if isinstance(leaf, Static) else None)
-            if cut is None
-            else Block(cut)
-            for leaf, cut in zip(call.leaves, call.cuts, strict=True)
-        )
+        options = self.options
         return BlockProgram(
             self._fun,
             options.name,
             options.prefix,
             call.structure,
-            leaves,
+            call.template,
             options.out_specs,
-            mesh,
-            options.manual,
-            options.check_vma,
             options.randomness,
             self._seed,
+            options.the_mesh,
+            options.manual,
+            options.check_vma,
         )
 
     def decide(self, call: BlockArguments) -> Decided:

@@ -101,8 +101,6 @@ class BlockOptions(MapOptions):
 class BlockArguments(CallArguments):
     """A call of a function that gets blocks."""
 
-    cuts: tuple[Cut | None, ...]
-    """Per leaf; None for static and empty leaves."""
     sizes: tuple[int, ...]
     """Of the mesh."""
 
