@@ -25,7 +25,7 @@ from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import Function, is_repeated, private, private_leaf
 from torchpmap._loops.branch_node import Branch, chosen, place_of
 from torchpmap._loops.scan import is_staged
-from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
+from torchpmap._loops.surroundings import Lifted, Surroundings, find_closures
 from torchpmap._loops.trees import (
     Parts,
     Tensors,
@@ -318,25 +318,19 @@ def _staged(selector: torch.Tensor, branches: _Branches) -> Tensors:
         return branches.unify(found), draws
 
     (unified, draws), closures = find_closures(once, operands)
-    around.advance(draws)
-    rows = around.rows() if draws else []
+    lifted = Lifted(around, closures, draws)
+    count = len(lifted.constants)
     # what only some devices compute would otherwise have a gradient that only some sum
     deciding = axes_of(selector)
     varying = [union(leaf) | deciding for leaf in zip(*unified, strict=True)]
 
     def body(which: int) -> Body:
         def run(tensors: Sequence[torch.Tensor]) -> Tensors:
-            inputs = tensors[len(closures) + len(rows) :]
-
-            def own() -> Tensors:
-                with around.restored():
-                    return branches.run(which, inputs)
-
-            results = with_closures(own, closures, tensors[: len(closures)])
+            results = lifted.run(lambda: branches.run(which, tensors[count:]), tensors)
             return [varied(x, axes) for x, axes in zip(results, varying, strict=True)]
 
         return run
 
     construct = Branch(branches.name, tuple(map(body, range(branches.count))))
-    given = [varied(x, deciding) for x in (*closures, *rows, *private(operands))]
+    given = [varied(x, deciding) for x in (*lifted.constants, *private(operands))]
     return apply(construct, [selector, *given])

@@ -16,7 +16,7 @@ from torchpmap._loops.bodies import Function, private
 from torchpmap._loops.checks import check_function, whole_number
 from torchpmap._loops.emit import discarded
 from torchpmap._loops.scan_node import Scan
-from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
+from torchpmap._loops.surroundings import Lifted, Surroundings, find_closures
 from torchpmap._loops.trees import (
     Parts,
     Tensors,
@@ -321,21 +321,27 @@ def infer_kinds(step: Callable[[], Parts], around: Surroundings) -> Parts:
         return step() if found is None else found
 
 
-def cast_carry(
-    init: Parts, once: Callable[..., tuple[Tensors, Tensors, int]], *more: Tensors
-) -> tuple[Parts, tuple[Tensors, Tensors, int], list[torch.Tensor]]:
-    """The first carry, cast so that it varies along the axes along which the carry does after any
-    step; what ``once`` returns for it, and the closures that it uses.
+def lifted_carry(
+    init: Parts,
+    around: Surroundings,
+    once: Callable[..., tuple[Tensors, Tensors, int]],
+    *more: Tensors,
+) -> tuple[Tensors, Lifted]:
+    """The first carry, in the dtypes and varying along the axes that the carry has after any step,
+    and the body with what it closes over.
 
     ``once`` gets copies of the carry and of ``more``.  It runs a step, and returns the carry, what
     the step returns (the next carry comes first), and how many random numbers it drew.
     """
     while True:
-        found, closures = find_closures(once, init.tensors, *more)
-        pairs = list(zip(init.tensors, found[1], strict=False))
+        (carry, found, draws), closures = find_closures(once, init.tensors, *more)
+        pairs = list(zip(init.tensors, found, strict=False))
         if all(axes_of(after) <= axes_of(x) for x, after in pairs):
-            return init, found, closures
+            break
         init = replace(init, tensors=[varied(x, axes_of(after)) for x, after in pairs])
+    pairs = list(zip(init.tensors, carry, strict=True))
+    first = [x if x.dtype == like.dtype else x.to(like.dtype) for x, like in pairs]
+    return first, Lifted(around, closures, draws)
 
 
 def _staged(
@@ -351,23 +357,13 @@ def _staged(
             after, ys = body(carry, row)
             return carry, [*after, *ys], around.draws()
 
-    init, (carry, _, draws), closures = cast_carry(init, once, [x[0] for x in (numbers, *xs)])
-    around.advance(draws)
-    first = [
-        x if x.dtype == c.dtype else x.to(c.dtype) for x, c in zip(init.tensors, carry, strict=True)
-    ]
-    rows = around.rows() if draws else []
+    first, lifted = lifted_carry(init, around, once, [x[0] for x in (numbers, *xs)])
 
     def step(constants: Any, carry: Any, given: Any) -> Any:
         number, *row = given
+        return lifted.run(lambda: body(carry, row), constants, number)
 
-        def run() -> tuple[Tensors, Tensors]:
-            with around.restored(number):
-                return body(carry, row)
-
-        return with_closures(run, closures, constants[: len(closures)])
-
-    loop = Scan(step, len(closures) + len(rows), len(first), length, reverse)
+    loop = Scan(step, len(lifted.constants), len(first), length, reverse)
     # what the caller writes to afterwards is not what a backward pass sees
-    results = apply(loop, [*closures, *rows, *private(first), numbers, *private(xs)])
+    results = apply(loop, [*lifted.constants, *private(first), numbers, *private(xs)])
     return results[: len(first)], results[len(first) :]

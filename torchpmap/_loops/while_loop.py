@@ -19,8 +19,8 @@ from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import Function
 from torchpmap._loops.branches import batched_levels
 from torchpmap._loops.checks import check_function
-from torchpmap._loops.scan import Body, cast_carry, check_unroll, infer_kinds, is_staged, run_scan
-from torchpmap._loops.surroundings import Surroundings, with_closures
+from torchpmap._loops.scan import Body, check_unroll, infer_kinds, is_staged, lifted_carry, run_scan
+from torchpmap._loops.surroundings import Surroundings
 from torchpmap._loops.trees import (
     Parts,
     Tensors,
@@ -297,33 +297,21 @@ def _staged(loop: _Loop, init: Parts) -> Tensors:
             after = [varied(x, deciding) for x in loop.body(carry)]
             return carry, after, around.draws()
 
-    init, (carry, _, draws), closures = cast_carry(init, once)
-    around.advance(draws)
-    first = [
-        x if x.dtype == c.dtype else x.to(c.dtype) for x, c in zip(init.tensors, carry, strict=True)
-    ]
-    rows = around.rows() if draws else []
-    counts = [torch.zeros((), dtype=torch.int64)] if draws else []  # the number of the step
-    num_constants, skipped = len(closures) + len(rows), len(counts)
+    first, lifted = lifted_carry(init, around, once)
+    counts = [torch.zeros((), dtype=torch.int64)] if around.draws() else []  # of the steps
+    start, skipped = len(lifted.constants), len(counts)
+
+    def split(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, Tensors]:
+        return tensors[start] if skipped else None, list(tensors[start + skipped :])
 
     def test(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        numbers = tensors[num_constants : num_constants + skipped]
-
-        def run() -> torch.Tensor:
-            with around.restored(numbers[0] if skipped else None):
-                return loop.test(tensors[num_constants + skipped :])
-
-        return with_closures(run, closures, tensors[: len(closures)])
+        number, carry = split(tensors)
+        return lifted.run(lambda: loop.test(carry), tensors, number)
 
     def body(tensors: Sequence[torch.Tensor]) -> Tensors:
-        numbers = tensors[num_constants : num_constants + skipped]
+        number, carry = split(tensors)
+        after = lifted.run(lambda: loop.body(carry), tensors, number, after=tested)
+        return [*([] if number is None else [number + 1]), *after]
 
-        def run() -> Tensors:
-            with around.restored(numbers[0] if skipped else None, after=tested):
-                return loop.body(tensors[num_constants + skipped :])
-
-        after = with_closures(run, closures, tensors[: len(closures)])
-        return [*(k + 1 for k in numbers), *after]
-
-    construct = While(loop.name, test, body, num_constants)
-    return apply(construct, [*closures, *rows, *counts, *first])[skipped:]
+    construct = While(loop.name, test, body, start)
+    return apply(construct, [*lifted.constants, *counts, *first])[skipped:]

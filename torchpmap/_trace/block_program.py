@@ -39,7 +39,7 @@ from torchpmap._collectives.varying import NONE, Axes, Tracking, axes_of, set_ax
 from torchpmap._layout.axis_stack import Axis, bind, bound, joined, lookup, mesh_axes
 from torchpmap._layout.grid import Cut, dim_of, trimmed
 from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
-from torchpmap._trace.capture import Substitute
+from torchpmap._trace.capture import Exchange
 from torchpmap._trace.casts import is_tracked, tracked
 from torchpmap._trace.effects import difference
 from torchpmap._trace.environment import Environment
@@ -342,9 +342,9 @@ def run_inside(
             _own(program, x if program.check_vma else _cast(x, axes), cut, axes)
             for x, cut in zip(values, program.cuts, strict=True)
         ]
-        captured = {} if program.check_vma else _captured(program, axes)
+        captured = [] if program.check_vma else _captured(program)
         if captured:
-            stack.enter_context(Substitute(lambda x: captured.get(id(x), (x, x))[1]))
+            stack.enter_context(Exchange(captured, [_cast(x, axes) for x in captured]))
         if are_active():
             stack.enter_context(within(axis_index(program.bound), program.randomness))
         outcome = program.call(own)
@@ -368,23 +368,17 @@ def _all(axes: Mapping[Hashable, Axis]) -> frozenset[Axis]:
     return frozenset().union(*(axis.tracked for axis in axes.values()))
 
 
-def _captured(
-    program: BlockProgram, axes: Mapping[Hashable, Axis]
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors that the function closes over and that may be differentiated, by id, each with
-    what takes its place: they are arguments under P().
+def _captured(program: BlockProgram) -> list[torch.Tensor]:
+    """The tensors that the function closes over and that may be differentiated: they are arguments
+    under P().
 
-    Only in a trace, of which there is one at a time: elsewhere ``Substitute`` would meet others.
+    Only in a trace, of which there is one at a time: elsewhere ``Exchange`` would meet others.
     """
     if tracing_mode() is None:
-        return {}
+        return []
     environment = Environment(program.fun, quiet=True)
     environment.refresh()
-    return {
-        id(x): (x, _cast(x, axes))
-        for x in environment.tensors()
-        if is_wrapped(x) or x.requires_grad
-    }
+    return [x for x in environment.tensors() if is_wrapped(x) or x.requires_grad]
 
 
 def _own(
