@@ -16,6 +16,7 @@ from torchpmap._trace.transformable import (
     Tensors,
     Transformable,
     apply,
+    batch_first,
     expanded,
     jvp_of,
     vjp_of,
@@ -72,7 +73,7 @@ class Branch(Transformable):
         self, info: Any, dims: Sequence[int | None], tensors: Tensors
     ) -> tuple[list[torch.Tensor], list[int | None]]:
         size = info.batch_size
-        tensors = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
+        tensors = batch_first(tensors, dims)
         which = [d is not None for d in dims]
         parts = self.name if which[0] else None
         runs = [vmap_of(body, which[1:], size, info.randomness, parts) for body in self.branches]

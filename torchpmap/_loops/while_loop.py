@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
 from torchpmap._base.boundary import outside_graphs
-from torchpmap._base.inexact import copied_tangents, is_inexact
+from torchpmap._base.inexact import copied_tangents
 from torchpmap._base.torch_internals import innermost
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import axes_of
@@ -33,7 +33,7 @@ from torchpmap._loops.trees import (
 )
 from torchpmap._loops.while_node import While, no_reverse
 from torchpmap._loops.without_values import without_values
-from torchpmap._trace.transformable import apply
+from torchpmap._trace.transformable import Transformable, apply
 
 _Carry = TypeVar("_Carry")
 
@@ -251,36 +251,26 @@ def _in_python(loop: _Loop, init: Parts) -> Tensors:
         carry, number = after, number + 1
     if not number:
         loop.check_unused(carry, around, tested)
-    return list(_NoReverse.apply(loop.name, *carry)) if carry else carry
+    return apply(_NoReverse(loop.name), carry) if carry else carry
 
 
-class _NoReverse(torch.autograd.Function):
+@dataclass(frozen=True)
+class _NoReverse(Transformable):
     """Values whose backward raises, as it does in a trace."""
 
-    @staticmethod
-    def forward(name: str, *tensors: torch.Tensor) -> Any:
-        return tuple(x.clone() for x in tensors)
+    name: str
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.name, *tensors = inputs
-        ctx.kinds = [(x.shape, x.dtype, x.device) for x in tensors]
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x)))
+    def run(self, tensors: Sequence[torch.Tensor]) -> Tensors:
+        return [x.clone() for x in tensors]
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        if any(x is not None for x in cotangents):
-            raise ValueError(no_reverse(ctx.name))
-        return (None,) * (1 + len(cotangents))
+    def vjp(self, *_: Any) -> NoReturn:
+        raise ValueError(no_reverse(self.name))
 
-    @staticmethod
-    def jvp(ctx: Any, _name: None, *tangents: torch.Tensor | None) -> Any:
-        return copied_tangents(tangents, ctx.kinds)
+    def jvp(self, tensors: Any, tangents: Any) -> Any:
+        return copied_tangents(tangents, [(x.shape, x.dtype, x.device) for x in tensors])
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], name: str, *tensors: torch.Tensor) -> Any:
-        return tuple(_NoReverse.apply(name, *tensors)), tuple(in_dims[1:])
+    def vmap(self, info: Any, dims: Any, tensors: Any) -> Any:
+        return apply(self, tensors), dims
 
 
 def _staged(loop: _Loop, init: Parts) -> Tensors:

@@ -22,6 +22,7 @@ from torchpmap._trace.transformable import (
     Tensors,
     Transformable,
     apply,
+    batch_first,
     expanded,
     inexact,
     jvp_of,
@@ -102,8 +103,7 @@ class While(Transformable):
         self, info: Any, dims: Sequence[int | None], tensors: Tensors
     ) -> tuple[list[torch.Tensor], list[int | None]]:
         size = info.batch_size
-        tensors = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
-        constants, init = self.split(tensors)
+        constants, init = self.split(batch_first(tensors, dims))
         of_constants, given = self.split([d is not None for d in dims])
         carried = Carried(given, size)
         differs = False

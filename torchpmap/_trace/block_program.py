@@ -129,7 +129,8 @@ class BlockProgram(Program):
 
     def run(self, blocks: Sequence[torch.Tensor], process_axis: Axis | None) -> Outcome:
         if process_axis is None:
-            return self._run_lanes(blocks)
+            around = surrounding()
+            return self._run_lanes(blocks) if around is None else run_inside(self, blocks, around)
         index = process_axis.index
         axes = {
             name: self.followed(axis or Axis(name, 1, torch.zeros_like(index), None))

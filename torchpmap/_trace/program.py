@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -275,15 +275,27 @@ def together(lanes: torch.Tensor, cut: Cut) -> torch.Tensor:
     return lanes
 
 
-def unequal_results(
-    prefix: str, whose: str, first: tuple[object, str], other: tuple[object, str]
-) -> str:
-    """``whose``: "rows" or "devices"; ``first``, ``other``: which one returned which kinds."""
-    return (
-        f"{prefix}: {whose} returned different kinds of results: {first[0]} returned {first[1]}, "
-        f"{other[0]} returned {other[1]}. All {whose} must return the same structure, shapes and "
-        "dtypes to be stacked."
-    )
+def check_same_kinds(prefix: str, whose: str, found: Sequence[tuple[object, str]]) -> None:
+    """Raise if results are of different kinds.  ``whose``: "rows" or "devices"; ``found``: for each
+    of them, which one it is, and what it returned.
+    """
+    first, kinds = found[0]
+    for other, its in found:
+        if its != kinds:
+            raise ValueError(
+                f"{prefix}: {whose} returned different kinds of results: {first} returned {kinds}, "
+                f"{other} returned {its}. All {whose} must return the same structure, shapes and "
+                "dtypes to be stacked."
+            )
+
+
+def check_replicated(
+    prefix: str, found: Iterable[tuple[str, float]], otherwise: str = GIVE_AN_AXIS
+) -> None:
+    """Raise if copies differ; ``found``: what was declared of each, and how far they are apart."""
+    for claim, difference in found:
+        if difference != 0:
+            raise ValueError(not_replicated(prefix, claim, difference, otherwise))
 
 
 def not_replicated(prefix: str, claim: str, difference: float | str, otherwise: str) -> str:

@@ -19,13 +19,13 @@ import torch
 
 from torchpmap._base.axis_spec import OUT_AXES_HINT, canonical_axis
 from torchpmap._base.torch_errors import is_limit_of_vmap
-from torchpmap._base.torch_internals import set_forward_grad
 from torchpmap._collectives import axis_index, pbroadcast, pmax
 from torchpmap._layout.axis_stack import Axis, bind, lookup, mesh_axes
 from torchpmap._layout.grid import Cut, cut_at, dim_of, nested
 from torchpmap._trace.effects import difference
 from torchpmap._trace.program import GIVE_AN_AXIS, Outcome, Program
 from torchpmap._trace.replication import is_same
+from torchpmap._trace.transformable import Maybe, Tensors, Transformable, apply
 from torchpmap.random._streams import Streams, streams, within
 
 
@@ -180,7 +180,7 @@ class RowProgram(Program):
 def _stacked(lanes: torch.Tensor, cut: Cut) -> torch.Tensor:
     """The rows of an output; a value for all devices is that of the first row."""
     dim = dim_of(cut, 0)
-    return _FirstRow.apply(lanes) if dim is None else lanes.movedim(0, dim)
+    return apply(_FirstRow(), [lanes])[0] if dim is None else lanes.movedim(0, dim)
 
 
 def _of_all(check: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch.Tensor:
@@ -202,27 +202,25 @@ _LANES_NOTE = (
 )
 
 
-class _FirstRow(torch.autograd.Function):
+class _FirstRow(Transformable):
     """[lanes, *s] -> [*s]: the first of rows that are declared equal.
 
     Each row gets an equal part of the cotangent, as each device does when it has one row.
     """
 
-    generate_vmap_rule = True
+    def run(self, tensors: Tensors) -> Tensors:
+        return [tensors[0][0].clone()]
 
-    @staticmethod
-    def forward(rows: torch.Tensor) -> torch.Tensor:
-        return rows[0].clone()
+    def vjp(
+        self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
+    ) -> Maybe:
+        (cotangent,), (rows,) = cotangents, tensors
+        return [None if cotangent is None else (cotangent / len(rows)).expand(rows.shape)]
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        ctx.lanes = inputs[0].shape[0]
+    def jvp(self, tensors: Tensors, tangents: Maybe) -> Maybe:
+        return [None if x is None else x[0].clone() for x in tangents]
 
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
-        return (cotangent / ctx.lanes).expand(ctx.lanes, *cotangent.shape)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
-        with set_forward_grad(True):  # as in _Extreme.jvp
-            return tangent[0].clone()
+    def vmap(
+        self, info: Any, dims: Sequence[int | None], tensors: Tensors
+    ) -> tuple[Tensors, Sequence[int | None]]:
+        return apply(self, [tensors[0].movedim(dims[0] or 0, 1)]), [0]

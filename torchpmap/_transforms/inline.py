@@ -23,7 +23,6 @@ import torch
 
 from torchpmap._base.ambient import ambient, applied
 from torchpmap._base.errors import kind_of, lost_write
-from torchpmap._base.inexact import is_inexact
 from torchpmap._base.refuse_writes import RefuseWrites
 from torchpmap._base.torch_errors import is_limit_of_vmap
 from torchpmap._base.torch_internals import (
@@ -32,12 +31,19 @@ from torchpmap._base.torch_internals import (
     outside_transforms,
 )
 from torchpmap._layout.axis_stack import Axis
+from torchpmap._plan.autograd import without_derivative
 from torchpmap._runtime.inline_mode import note_replicated, serial
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.effects import check_equal
 from torchpmap._trace.environment import parameters
-from torchpmap._trace.program import Outcome, Program, not_replicated, unequal_results
+from torchpmap._trace.program import (
+    Outcome,
+    Program,
+    check_replicated,
+    check_same_kinds,
+    not_replicated,
+)
 from torchpmap._transforms.call import CallArguments
 from torchpmap._transforms.preparation import Preparation, refuse_aliased_donation
 from torchpmap._transforms.rows import run_rows
@@ -94,10 +100,8 @@ def _run_whole(program: Program, leaves: Sequence[Any]) -> Any:
     if outcome.draws:
         with outside_transforms():
             draw_key()  # the next call gets another one
-    for path, check in zip(outcome.checked, outcome.checks, strict=True):
-        difference = _largest(check)
-        if difference != 0:
-            raise ValueError(not_replicated(program.prefix, path, difference, program.otherwise))
+    found = zip(outcome.checked, map(_largest, outcome.checks), strict=True)
+    check_replicated(program.prefix, found, program.otherwise)
     results = [
         None if block is None else block.clone(memory_format=torch.contiguous_format)
         for block in outcome.blocks
@@ -134,23 +138,21 @@ def _one_by_one(program: Program, values: Sequence[torch.Tensor]) -> Outcome:
     name, count, leaves = program.names[0], math.prod(program.sizes), parameters(program.fun)
     outcomes = run_rows(run_part, name, count, leaves, program.place)
     first = outcomes[0]
-    kinds = [_kinds(program, outcome) for outcome in outcomes]
-    for number, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            pair = (f"{part} 0", kinds[0]), (f"{part} {number}", kind)
-            raise ValueError(unequal_results(prefix, f"{part}s", *pair))
+    kinds = [(f"{part} {k}", _kinds(program, outcome)) for k, outcome in enumerate(outcomes)]
+    check_same_kinds(prefix, f"{part}s", kinds)
     wants_grad = torch.is_grad_enabled() and (
         first.requires_grad or any(x.requires_grad for x in values)
     )
-    results: list[torch.Tensor | None] = []
-    for place, cut in enumerate(first.cuts):
-        blocks = [x for outcome in outcomes if (x := outcome.blocks[place]) is not None]
-        whole = program.whole(blocks, cut).detach() if blocks else None
-        if whole is not None and wants_grad and is_inexact(whole):
-            whole = _NotDifferentiable.apply(
-                torch.zeros((), requires_grad=True, device="cpu"), whole, prefix
-            )
-        results.append(whole)
+    columns = zip(*(outcome.blocks for outcome in outcomes), strict=True)
+    results = [
+        None if blocks[0] is None else program.whole(blocks, cut).detach()
+        for blocks, cut in zip(columns, first.cuts, strict=True)
+    ]
+    if wants_grad:
+        text = _not_differentiable(prefix)
+        whole = [x for x in results if x is not None]
+        made = iter(without_derivative(whole, NotImplementedError, text))
+        results = [None if x is None else next(made) for x in results]
     checks = zip(*(outcome.checks for outcome in outcomes), strict=True)
     largest = tuple(torch.stack(each).max() for each in checks)
     return replace(first, blocks=tuple(results), checks=largest)
@@ -162,19 +164,6 @@ def _kinds(program: Program, outcome: Outcome) -> str:
         for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
     ]
     return f"{outcome.structure} of {kinds}"
-
-
-class _NotDifferentiable(torch.autograd.Function):
-    """A value that requires grad, and whose backward raises: it would miss parts of other rows."""
-
-    @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, prefix: str) -> torch.Tensor:
-        ctx.prefix = prefix
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(_not_differentiable(ctx.prefix))
 
 
 def _not_differentiable(prefix: str) -> str:

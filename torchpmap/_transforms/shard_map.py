@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 
-import torch
 from torch.compiler import is_dynamo_compiling
 
 from torchpmap._base.boundary import boundary
@@ -19,7 +18,7 @@ from torchpmap._layout.mesh import Mesh, PartitionSpec
 from torchpmap._runtime.current import check_devices
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import check_equal_everywhere, host_tensor
-from torchpmap._trace.block_program import BlockProgram, run_inside, surrounding
+from torchpmap._trace.block_program import BlockProgram, surrounding
 from torchpmap._transforms.call import check_function, name_of
 from torchpmap._transforms.inline import run_here, run_inline
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, Mapped
@@ -168,11 +167,6 @@ class ShardMapped(Mapped[_P, _R]):
                     "shard_map around this one. Give axis_names here, without it, and in the outer "
                     "shard_map, without those of this one."
                 )
-            program = self._preparation.whole_program(call)
-            leaves = call.travelling(call.leaves)
-            values = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
-            outcome = run_inside(program, values, around)
-            return outcome.structure.unflatten(list(outcome.blocks))
         return (run_here if inside else run_inline)(self._preparation, call)
 
 
