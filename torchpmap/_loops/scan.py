@@ -271,7 +271,7 @@ def run_scan(
     ys: list[Tensors] = [[] for _ in numbers]
     if any(init.weak):
         row = rows[0] if length else _some_row(xs)
-        carry = _with_weak_carry(body, replace(init, tensors=carry), row, around)
+        carry = first_carry(init, lambda carry: body.first(carry, row)[0], around)
     if not length:
         return private(carry), _no_rows(body, carry, _some_row(xs), around)
     for k in reversed(numbers) if reverse else numbers:
@@ -299,16 +299,13 @@ def _no_rows(
     return [torch.zeros(0, *shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
 
 
-def _with_weak_carry(
-    body: Body, init: Parts, row: Sequence[torch.Tensor], around: Surroundings
+def first_carry(
+    init: Parts, first: Callable[[Sequence[Any]], Parts], around: Surroundings
 ) -> Tensors:
-    """The first carry, in the dtypes that come out of the body."""
-
-    def step(carry: Sequence[Any]) -> Parts:
-        after: Parts = body.first(carry, row)[0]
-        return after
-
-    return with_weak_carry(init, lambda carry: infer_kinds(lambda: step(carry), around))
+    """The first carry, in the dtypes that come out of the body; ``first``: the carry after a first
+    step.
+    """
+    return with_weak_carry(init, lambda carry: infer_kinds(lambda: first(carry), around))
 
 
 def infer_kinds(step: Callable[[], Parts], around: Surroundings) -> Parts:
@@ -352,7 +349,8 @@ def _staged(
 
     def once(start: Tensors, first: Tensors) -> tuple[Tensors, Tensors, int]:
         number, *row = first
-        carry = _with_weak_carry(body, replace(init, tensors=start), row, around)
+        given = replace(init, tensors=start)
+        carry = first_carry(given, lambda carry: body.first(carry, row)[0], around)
         with around.restored(number):
             after, ys = body(carry, row)
             return carry, [*after, *ys], around.draws()

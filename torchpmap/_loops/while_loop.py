@@ -19,7 +19,7 @@ from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import Function
 from torchpmap._loops.branches import batched_levels
 from torchpmap._loops.checks import check_function
-from torchpmap._loops.scan import Body, check_unroll, infer_kinds, is_staged, lifted_carry, run_scan
+from torchpmap._loops.scan import Body, check_unroll, first_carry, is_staged, lifted_carry, run_scan
 from torchpmap._loops.surroundings import Surroundings
 from torchpmap._loops.trees import (
     Parts,
@@ -29,7 +29,6 @@ from torchpmap._loops.trees import (
     check_carry,
     kind,
     take_apart,
-    with_weak_carry,
 )
 from torchpmap._loops.while_node import While, no_reverse
 from torchpmap._loops.without_values import without_values
@@ -224,13 +223,9 @@ def _run(name: str, test: Callable[..., Any], body: Callable[..., Any], init: An
     return given.tree.build(found)
 
 
-def _with_weak_carry(loop: _Loop, init: Parts, around: Surroundings) -> Tensors:
-    return with_weak_carry(init, lambda carry: infer_kinds(lambda: loop.first(carry), around))
-
-
 def _in_python(loop: _Loop, init: Parts) -> Tensors:
     around = Surroundings()
-    carry = _with_weak_carry(loop, init, around)
+    carry = first_carry(init, loop.first, around)
     number = 0
     levels: frozenset[int] = frozenset()
     went_on: torch.Tensor | None = None
@@ -281,7 +276,7 @@ def _staged(loop: _Loop, init: Parts) -> Tensors:
 
     def once(start: Tensors) -> tuple[Tensors, Tensors, int]:
         nonlocal tested
-        carry = _with_weak_carry(loop, replace(init, tensors=start), around)
+        carry = first_carry(replace(init, tensors=start), loop.first, around)
         with around.restored(torch.tensor(0)):
             deciding, tested = axes_of(loop.test(carry)), around.draws()
             after = [varied(x, deciding) for x in loop.body(carry)]

@@ -65,6 +65,12 @@ class RowProgram(Program):
         return replace(self, lanes=1)
 
     @property
+    def all_cuts(self) -> list[Cut]:
+        """Of the blocks, along the axes of all levels, which have the same leaves."""
+        inside = [()] * len(self.cuts) if self.inner is None else self.inner.all_cuts
+        return list(map(nested, self._dims, inside))
+
+    @property
     def _dims(self) -> list[int | None]:
         """Per block, the dim of the rows."""
         return [dim_of(cut, 0) for cut in self.cuts]

@@ -32,6 +32,7 @@ from torchpmap._transforms.call import (
     as_tuple,
     check_randomness,
     describe,
+    donated,
 )
 
 _T = TypeVar("_T")
@@ -175,8 +176,8 @@ def take_apart(
         None if shape is None else cut_at(None if axis is None else axis % len(shape))
         for axis, (_, shape, _) in zip(axes, infos, strict=True)
     )
-    donated = tuple(_donated(options, args, kwargs))
-    return RowArguments(leaves, structure, tuple(paths), donated, cuts, size, spans)
+    flags = donated(args, kwargs, options.donate_argnums, options.donate_argnames)
+    return RowArguments(leaves, structure, tuple(paths), flags, cuts, size, spans)
 
 
 def _positional_axes(
@@ -207,18 +208,6 @@ def _keyword_axes(options: Options, kwargs: dict[str, Any]) -> list[int | None]:
     for key, value in sorted(kwargs.items()):  # leaves of dicts are in the order of their keys
         axes += broadcast_axes(named.get(key, 0), value, what=f"pmap in_axes[{key!r}]")
     return axes
-
-
-def _donated(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
-    flags: list[bool] = []
-    numbers = {
-        number % len(args) for number in options.donate_argnums if -len(args) <= number < len(args)
-    }
-    for number, arg in enumerate(args):
-        flags += [number in numbers] * flatten_call((arg,), {})[1].num_leaves
-    for key, value in sorted(kwargs.items()):
-        flags += [key in options.donate_argnames] * flatten_call((value,), {})[1].num_leaves
-    return flags
 
 
 # -- checks at wrap time ---------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.exact import Pictures, exact
-from torchpmap._base.pytree import Structure
+from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._base.sources import is_foreign
 from torchpmap._layout.grid import Cut
 from torchpmap._trace.compile import Backend
@@ -147,6 +147,19 @@ class CallArguments:
     def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
         """The shape that the function sees of a leaf of this shape."""
         raise NotImplementedError
+
+
+def donated(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: Sequence[int],
+    argnames: Sequence[str],
+) -> tuple[bool, ...]:
+    """Per leaf of a call, whether it is given up."""
+    numbers = {k % len(args) for k in argnums if -len(args) <= k < len(args)}
+    given = [(number in numbers, arg) for number, arg in enumerate(args)]
+    given += [(key in argnames, value) for key, value in sorted(kwargs.items())]
+    return tuple(flag for flag, x in given for _ in range(flatten_call((x,), {})[1].num_leaves))
 
 
 def describe(leaf: Any, path: str, options: MapOptions) -> tuple[tuple[int, ...] | None, str]:

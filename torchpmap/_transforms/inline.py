@@ -14,7 +14,6 @@ and no ``.backward()``.  torch raises an error, to which ``_HINT`` adds what to 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -36,7 +35,6 @@ from torchpmap._runtime.inline_mode import note_replicated, serial
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.effects import check_equal
-from torchpmap._trace.environment import parameters
 from torchpmap._trace.program import (
     Outcome,
     Program,
@@ -135,8 +133,7 @@ def _one_by_one(program: Program, values: Sequence[torch.Tensor]) -> Outcome:
         with keep_captured(mine):
             return of_one.run(mine, axis)
 
-    name, count, leaves = program.names[0], math.prod(program.sizes), parameters(program.fun)
-    outcomes = run_rows(run_part, name, count, leaves, program.place)
+    outcomes = run_rows(program, run_part)
     first = outcomes[0]
     kinds = [(f"{part} {k}", _kinds(program, outcome)) for k, outcome in enumerate(outcomes)]
     check_same_kinds(prefix, f"{part}s", kinds)

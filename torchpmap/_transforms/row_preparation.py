@@ -18,7 +18,7 @@ import torch
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import warn
 from torchpmap._base.pytree import flatten_call
-from torchpmap._layout.grid import Cut, Grid, nested
+from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._runtime.current import check_devices, process_count, process_index
 from torchpmap._runtime.current import devices as all_devices
@@ -76,9 +76,10 @@ class RowPreparation(Preparation[RowArguments]):
         if len(levels) == 1:
             self._warn_of_idle_devices(call.size, grid)
         program = _program_of(levels, grid)
-        cuts = _cuts_of([level.call for level in levels])
         leaves = call.travelling(call.leaves)
-        layouts = tuple(_layout_of(leaf, cut, grid) for leaf, cut in zip(leaves, cuts, strict=True))
+        layouts = tuple(
+            _layout_of(leaf, cut, grid) for leaf, cut in zip(leaves, program.all_cuts, strict=True)
+        )
         return Decided(program, grid, layouts, (call.cuts, grid.sizes, program.sizes))
 
     def check_devices(self, call: RowArguments) -> None:
@@ -240,16 +241,6 @@ def _row_of(leaf: Any, axis: int | None) -> Any:
     if axis is not None:
         del shape[axis]
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
-
-
-def _cuts_of(levels: Sequence[RowArguments]) -> list[Cut]:
-    """For every leaf that travels, the dim that each level maps; levels have the same leaves."""
-    cuts: list[Cut] | None = None
-    for call in reversed(levels):
-        axes = call.travelling(call.axes)
-        inside: list[Cut] = [()] * len(axes) if cuts is None else cuts
-        cuts = [nested(axis, cut) for axis, cut in zip(axes, inside, strict=True)]
-    return cuts or []
 
 
 def device_counts(sizes: Sequence[int], available: int) -> tuple[int, ...]:
