@@ -18,7 +18,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch.autograd import forward_ad
 
@@ -36,15 +35,15 @@ from torchpmap._collectives import all_gather, axis_index, pbroadcast
 from torchpmap._collectives.groups import pick, varied, whole
 from torchpmap._collectives.primitives import Same, apply
 from torchpmap._collectives.varying import NONE, Axes, Tracking, axes_of, set_axes
-from torchpmap._layout.axis_stack import Axis, bind, bound, joined, lookup, mesh_axes
+from torchpmap._layout.axis_stack import Axis, bind, bound, joined, lookup
 from torchpmap._layout.grid import Cut, dim_of, trimmed
 from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
 from torchpmap._trace.capture import Exchange
 from torchpmap._trace.casts import is_tracked, tracked
 from torchpmap._trace.effects import difference
 from torchpmap._trace.environment import Environment
-from torchpmap._trace.program import Claim, Outcome, Program, apart, together
-from torchpmap._trace.replication import is_same
+from torchpmap._trace.program import Outcome, Program, apart, together
+from torchpmap._trace.replication import Demand, is_same
 from torchpmap.random._streams import are_active, streams, within
 
 
@@ -58,7 +57,7 @@ class Surrounding(NamedTuple):
     """Of each axis that one of them has used: the one along which it is followed which values vary.
     Backward passes of several calls meet, so these have the same.
     """
-    claims: list[Claim]
+    demands: list[Demand]
     """What they declare."""
     checks: dict[str, torch.Tensor]
     """By what they declare."""
@@ -102,24 +101,9 @@ class BlockProgram(Program):
     part: ClassVar[str] = "device"
 
     @property
-    def names(self) -> tuple[Hashable, ...]:
-        return self.mesh.axis_names
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(self.mesh.devices.shape)
-
-    @property
     def bound(self) -> tuple[Hashable, ...]:
         """The axes that are bound inside, in their order."""
         return tuple(name for name in self.names if name in self.manual)
-
-    def place(self, number: int) -> str:
-        place = zip(self.names, np.unravel_index(number, self.sizes), strict=True)
-        return f"on the device at {', '.join(f'{name}={k}' for name, k in place)}"
-
-    def axes(self, process_axis: Axis) -> tuple[Axis | None, ...]:
-        return mesh_axes(process_axis, self.sizes, self.names)
 
     def shared(self, cut: Cut, names: Sequence[Hashable] | None = None) -> tuple[Hashable, ...]:
         """Those of the bound axes, or of others, along which a value is not cut."""
@@ -202,7 +186,7 @@ class BlockProgram(Program):
         return replace(
             outcome,
             draws=0 if active is None else active.draws,
-            claims=tuple(found.claims),
+            demands=tuple(found.demands),
             checks=(*outcome.checks, *found.checks.values()),
             checked=(*outcome.checked, *found.checks),
         )
@@ -424,4 +408,4 @@ def _note(program: BlockProgram, outcome: Outcome, around: Surrounding) -> None:
         same = tuple(around.free[name] for name in program.shared(cut))
         if block is not None and same:
             refuse = functools.partial(outcome.refuse, leaf)
-            around.claims.append(Claim(innermost(block), same, refuse))
+            around.demands.append(Demand(innermost(block), same, refuse, False))

@@ -15,18 +15,19 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 
 from torchpmap._base.axis_spec import broadcast_axes
 from torchpmap._base.pytree import Structure, flatten
-from torchpmap._layout.axis_stack import Axis
+from torchpmap._layout.axis_stack import Axis, mesh_axes
 from torchpmap._layout.grid import Cut, dim_of
 from torchpmap._trace.escaped import note, watched
 from torchpmap._trace.idioms import translate
 from torchpmap._trace.kinds import as_result
+from torchpmap._trace.replication import Demand
 from torchpmap._trace.traced_views import in_lanes, settle
 from torchpmap._trace.transform_rules import TransformRules
 
@@ -47,14 +48,6 @@ class Constant:
 
 GIVE_AN_AXIS = "give it an out axis"
 """What to do with an output that is not replicated, as messages say it."""
-
-
-class Claim(NamedTuple):
-    """A value declared to be the same along some axes."""
-
-    value: torch.Tensor
-    same_along: tuple[Axis, ...]
-    refuse: Callable[[Sequence[Hashable]], Exception]
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ class Outcome:
     """Of a program in which it is followed which values vary: per dim of the grid, its axis, if it
     is followed along it.  There what does not vary has one cotangent, which all devices hold.
     """
-    claims: tuple[Claim, ...] = ()
+    demands: tuple[Demand, ...] = ()
     """Of values inside that are no outputs."""
     refuse: Callable[[int, Sequence[Hashable]], Exception] | None = None
     """The error for a leaf that may differ along axes that are not in its cut; None if that is
@@ -115,6 +108,10 @@ class Program:
     structure: Structure
     """Of ``(args, kwargs)``."""
     leaves: tuple[Block | Constant, ...]
+    names: tuple[Hashable, ...]
+    """Of the axes of the grid."""
+    sizes: tuple[int, ...]
+    """Of the grid that the whole values lie on, where there are no devices."""
     out: Any
     """How outputs are cut, as the user says it."""
     randomness: str
@@ -130,16 +127,6 @@ class Program:
     """What each place of the grid is called."""
 
     @property
-    def names(self) -> tuple[Hashable, ...]:
-        """Of the axes of the grid."""
-        raise NotImplementedError
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Of the axes of the grid, where there are no devices."""
-        raise NotImplementedError
-
-    @property
     def of_one(self) -> Self:
         """The program of one place of the grid."""
         return self
@@ -151,11 +138,12 @@ class Program:
 
     def place(self, number: int) -> str:
         """A place of the grid, as notes say it."""
-        raise NotImplementedError
+        place = zip(self.names, np.unravel_index(number, self.sizes), strict=True)
+        return f"on the device at {', '.join(f'{name}={k}' for name, k in place)}"
 
     def axes(self, process_axis: Axis) -> tuple[Axis | None, ...]:
         """The axis of all devices as one per axis of the grid; None for one with one device."""
-        raise NotImplementedError
+        return mesh_axes(process_axis, self.sizes, self.names)
 
     def run(self, blocks: Sequence[torch.Tensor], process_axis: Axis | None) -> Outcome:
         """Run on one device's blocks, along the axis of the devices; without, on whole values."""

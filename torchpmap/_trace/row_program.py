@@ -33,10 +33,7 @@ from torchpmap.random._streams import Streams, streams, within
 class RowProgram(Program):
     """A function of rows, along one axis, and perhaps that of the mapped function inside it."""
 
-    axis_name: Hashable
     check_replicated: bool
-    lanes: int
-    """Rows per device."""
     inner: RowProgram | None = None
     """The program of ``fun``, if it is mapped itself and shares the devices."""
     mesh: tuple[int, ...] = ()
@@ -47,22 +44,25 @@ class RowProgram(Program):
     otherwise: ClassVar[str] = GIVE_AN_AXIS
     part: ClassVar[str] = "row"
 
-    @property
-    def levels(self) -> tuple[RowProgram, ...]:
-        """This program and those inside it."""
-        return (self,) if self.inner is None else (self, *self.inner.levels)
-
-    @property
-    def names(self) -> tuple[Hashable, ...]:
-        return tuple(level.axis_name for level in self.levels)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(level.lanes for level in self.levels)
+    def around(self, inner: RowProgram, mesh: tuple[int, ...]) -> RowProgram:
+        """This program, with that of its function."""
+        names, sizes = (*self.names, *inner.names), (*self.sizes, *inner.sizes)
+        inner = replace(inner, is_inner=True)
+        return replace(self, inner=inner, mesh=mesh, names=names, sizes=sizes)
 
     @property
     def of_one(self) -> RowProgram:
-        return replace(self, lanes=1)
+        return replace(self, sizes=(1,))
+
+    @property
+    def axis_name(self) -> Hashable:
+        """Of the rows."""
+        return self.names[0]
+
+    @property
+    def lanes(self) -> int:
+        """Rows per device."""
+        return self.sizes[0]
 
     @property
     def all_cuts(self) -> list[Cut]:

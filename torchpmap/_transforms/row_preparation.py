@@ -7,6 +7,7 @@ rows x cols = 2 x 4 on 8 devices    2 x 4 devices, one row and one column each
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -160,12 +161,12 @@ class RowPreparation(Preparation[RowArguments]):
             options.prefix,
             call.structure,
             call.template,
+            (options.axis_name,),
+            (lanes,),
             options.out_axes,
             options.randomness,
             self._seed,
-            options.axis_name,
             options.check_replicated,
-            lanes,
         )
 
 
@@ -179,15 +180,12 @@ class _Level:
 
 def _program_of(levels: Sequence[_Level], grid: Grid) -> RowProgram:
     """The program of a call, with the programs inside it."""
-    inner: RowProgram | None = None
-    for depth in reversed(range(1, len(levels))):
-        level = levels[depth]
-        program = level.preparation.program(level.call, level.call.size // grid.sizes[depth])
-        inner = replace(program, inner=inner, is_inner=True)
-    outermost = levels[0]
-    lanes = outermost.call.size // grid.sizes_here[0]
-    program = outermost.preparation.program(outermost.call, lanes)
-    return program if inner is None else replace(program, inner=inner, mesh=grid.sizes)
+    counts = (grid.sizes_here[0], *grid.sizes[1:])
+    programs = [
+        level.preparation.program(level.call, level.call.size // count)
+        for level, count in zip(levels, counts, strict=True)
+    ]
+    return functools.reduce(lambda inner, own: own.around(inner, grid.sizes), reversed(programs))
 
 
 def _here(devices: Sequence[Device]) -> tuple[Device, ...]:

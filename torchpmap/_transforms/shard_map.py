@@ -47,17 +47,19 @@ class BlockPreparation(Preparation[BlockArguments]):
         return take_blocks(self._fun, self.options, args, kwargs)
 
     def whole_program(self, call: BlockArguments) -> BlockProgram:
-        options = self.options
+        options, mesh = self.options, self.options.the_mesh
         return BlockProgram(
             self._fun,
             options.name,
             options.prefix,
             call.structure,
             call.template,
+            mesh.axis_names,
+            tuple(mesh.devices.shape),
             options.out_specs,
             options.randomness,
             self._seed,
-            options.the_mesh,
+            mesh,
             options.manual,
             options.check_vma,
         )
