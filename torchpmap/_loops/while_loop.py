@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
@@ -18,7 +17,7 @@ from torchpmap._collectives.varying import axes_of
 from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import Function
 from torchpmap._loops.branches import batched_levels
-from torchpmap._loops.checks import check_function
+from torchpmap._loops.checks import check_function, whole_number
 from torchpmap._loops.scan import Body, check_unroll, first_carry, is_staged, lifted_carry, run_scan
 from torchpmap._loops.surroundings import Surroundings
 from torchpmap._loops.trees import (
@@ -154,12 +153,7 @@ def _bound(bound: Any, name: str) -> Any:
                 f"fori_loop: {name} must be an integer scalar, but got one of {kind(bound)}."
             )
         return bound
-    if isinstance(bound, bool) or not hasattr(bound, "__index__"):
-        raise TypeError(
-            f"fori_loop: {name} must be an integer, but got {bound!r} of type "
-            f"{type(bound).__name__}."
-        )
-    return operator.index(bound)
+    return whole_number("fori_loop", name, bound)
 
 
 def _counted(

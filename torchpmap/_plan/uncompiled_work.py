@@ -101,10 +101,7 @@ class UncompiledWork:
             outcome = program.run(own, process_axis)
             agree(("return",))
             axes = program.axes(process_axis)
-            stored = [
-                None if block is None else _of_first_device(block, cut, axes)
-                for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
-            ]
+            stored = outcome.mapped(lambda x, cut: _of_first_device(x, cut, axes)).blocks
         report = UncompiledReport(
             outcome.structure,
             tuple(None if block is None else tuple(block.shape) for block in stored),

@@ -150,10 +150,7 @@ class BlockProgram(Program):
 
         # copies: one value may be given twice, and be cut in two ways
         pairs = zip(values, self.cuts, strict=True)
-        outcome = level(0, [apart(x.clone(), cut, self.sizes) for x, cut in pairs])
-        pairs_out = zip(outcome.blocks, outcome.cuts, strict=True)
-        blocks = tuple(None if x is None else together(x, cut) for x, cut in pairs_out)
-        return replace(outcome, blocks=blocks)
+        return level(0, [apart(x.clone(), cut, self.sizes) for x, cut in pairs]).mapped(together)
 
     def followed(self, axis: Axis) -> Axis:
         """The axis, along which it is followed which values vary if outputs are to be checked."""
@@ -193,31 +190,25 @@ class BlockProgram(Program):
 
     def call(self, blocks: Sequence[torch.Tensor]) -> Outcome:
         """Call the function, where its axes are bound."""
-        outcome = self.called(blocks)
+        outcome = replace(self.called(blocks).mapped(self._varied), first_counts=True)
+        if not self.check_vma:
+            return outcome
         paths = self.paths(outcome.structure)
-        refuse = self._refuse(paths) if self.check_vma else None
-        given: list[torch.Tensor | None] = []
+        refuse = self._refuse(paths)
         checks: dict[str, torch.Tensor] = {}
         for leaf, (block, cut) in enumerate(zip(outcome.blocks, outcome.cuts, strict=True)):
-            given.append(block)
             if block is None:
-                continue
-            over = (_tracked(self.names[k]) for dims in cut for k in dims)
-            given[-1] = block = varied(block, NONE.union(*over))
-            if refuse is None:
                 continue
             if tracing_mode() is None:
                 checks |= self._compared(block.detach(), cut, paths[leaf])
             elif varying := self._varying_lanes(block, cut):
                 raise refuse(leaf, varying)
-        return replace(
-            outcome,
-            blocks=tuple(given),
-            checks=tuple(checks.values()),
-            checked=tuple(checks),
-            first_counts=True,
-            refuse=refuse,
-        )
+        found = tuple(checks.values())
+        return replace(outcome, checks=found, checked=tuple(checks), refuse=refuse)
+
+    def _varied(self, block: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """The block, which varies along the axes that cut it."""
+        return varied(block, NONE.union(*(_tracked(self.names[k]) for over in cut for k in over)))
 
     def _cut(self, block: torch.Tensor, out: Any, path: str) -> Cut:
         if not isinstance(out, PartitionSpec):
@@ -338,11 +329,8 @@ def run_inside(
             stack.enter_context(bind(axis))
         if not is_tracked():
             stack.enter_context(Tracking())
-        whole = [
-            None if block is None else _gathered(program, block, cut, axes)
-            for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
-        ]
-    return replace(outcome, blocks=tuple(whole), checks=(), checked=())
+        whole = outcome.mapped(lambda block, cut: _gathered(program, block, cut, axes))
+    return replace(whole, checks=(), checked=())
 
 
 def _cast(x: torch.Tensor, axes: Mapping[Hashable, Axis]) -> torch.Tensor:

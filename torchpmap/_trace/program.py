@@ -92,6 +92,12 @@ class Outcome:
         pairs = zip(self.blocks, self.cuts, strict=True)
         return [(block, cut) for block, cut in pairs if block is not None]
 
+    def mapped(self, change: Callable[[torch.Tensor, Cut], torch.Tensor]) -> Outcome:
+        """The same, with other blocks."""
+        pairs = zip(self.blocks, self.cuts, strict=True)
+        blocks = tuple(None if block is None else change(block, cut) for block, cut in pairs)
+        return replace(self, blocks=blocks)
+
     @property
     def requires_grad(self) -> bool:
         return any(block is not None and block.requires_grad for block in self.blocks)
@@ -192,11 +198,8 @@ class Program:
         with watched(self.name):
             lanes = iter(over(index, *blocks))
         (outcome,) = outcomes
-        stacked = [
-            None if block is None else stack(next(lanes), cut)
-            for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
-        ]
-        return replace(outcome, blocks=tuple(stacked), checks=tuple(x.amax(0) for x in lanes))
+        stacked = outcome.mapped(lambda _, cut: stack(next(lanes), cut))
+        return replace(stacked, checks=tuple(x.amax(0) for x in lanes))
 
     def called(self, given: Sequence[torch.Tensor]) -> Outcome:
         """Call the function, where the axes are bound; its outcome, which nothing has checked."""

@@ -107,12 +107,7 @@ class RowProgram(Program):
             for block, dim in zip(blocks, self._dims, strict=True)
         ]
         with bind(process_axis):
-            outcome = self._run_row(rows, inside)
-        stacked = [
-            value if value is None or dim is None else value.unsqueeze(dim)
-            for value, dim in zip(outcome.blocks, outcome.dims, strict=True)
-        ]
-        return replace(outcome, blocks=tuple(stacked))
+            return self._run_row(rows, inside).mapped(_as_block)
 
     def _run_lanes(
         self,
@@ -181,6 +176,11 @@ class RowProgram(Program):
         if out is None:
             return ()
         return cut_at(canonical_axis(out, block.dim() + 1, what=self.what_is_out, path=path))
+
+
+def _as_block(row: torch.Tensor, cut: Cut) -> torch.Tensor:
+    dim = dim_of(cut, 0)
+    return row if dim is None else row.unsqueeze(dim)
 
 
 def _stacked(lanes: torch.Tensor, cut: Cut) -> torch.Tensor:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ from torchpmap._trace.row_program import RowProgram
 from torchpmap._transforms.arguments import Options, RowArguments, split_statics, take_apart
 from torchpmap._transforms.call import Static
 from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
+
+_Levels = list[tuple["RowPreparation", RowArguments]]
+"""Mapped calls whose axes share the devices, the outermost first."""
 
 
 class RowPreparation(Preparation[RowArguments]):
@@ -87,28 +90,28 @@ class RowPreparation(Preparation[RowArguments]):
         """Raise the errors of choosing devices for a call."""
         self._choose_devices(self._levels(call))
 
-    def _levels(self, call: RowArguments) -> list[_Level]:
+    def _levels(self, call: RowArguments) -> _Levels:
         """This call, and those of mapped functions directly inside it that can share devices."""
-        levels = [_Level(self, call)]
+        levels = [(self, call)]
         inner = self._inner if process_count() == 1 else None
         while inner is not None:
-            found = _inner_call(inner._fun, inner.options, levels[-1].call)
+            found = _inner_call(inner._fun, inner.options, levels[-1][1])
             if found is None:
                 break
-            levels.append(_Level(inner, found))
+            levels.append((inner, found))
             inner = inner._inner
         return levels
 
-    def _choose_devices(self, levels: Sequence[_Level]) -> Grid:
+    def _choose_devices(self, levels: _Levels) -> Grid:
         """As many devices as can have equally many rows each; a given list is taken as it is.
 
         With several processes, the rows are those of this process, on its devices, unless an
         argument has the rows of all processes.
         """
         options = self.options
-        spans = levels[0].call.spans
-        sizes = [level.call.size for level in levels]
-        names = tuple(level.preparation.options.axis_name for level in levels)
+        spans = levels[0][1].spans
+        sizes = [call.size for _, call in levels]
+        names = tuple(each.options.axis_name for each, _ in levels)
         if options.devices is not None:
             mine = options.devices if spans else _here(options.devices)
             counts = counts_of_list(sizes, len(mine))
@@ -170,20 +173,12 @@ class RowPreparation(Preparation[RowArguments]):
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Level:
-    """A mapped call whose axis shares the devices with others."""
-
-    preparation: RowPreparation
-    call: RowArguments
-
-
-def _program_of(levels: Sequence[_Level], grid: Grid) -> RowProgram:
+def _program_of(levels: _Levels, grid: Grid) -> RowProgram:
     """The program of a call, with the programs inside it."""
     counts = (grid.sizes_here[0], *grid.sizes[1:])
     programs = [
-        level.preparation.program(level.call, level.call.size // count)
-        for level, count in zip(levels, counts, strict=True)
+        preparation.program(call, call.size // count)
+        for (preparation, call), count in zip(levels, counts, strict=True)
     ]
     return functools.reduce(lambda inner, own: own.around(inner, grid.sizes), reversed(programs))
 
