@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +34,19 @@ class Branch(Transformable):
     """Of two, the first is for true.  More are numbered; the selector may be beyond the last."""
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        selector, operands = tensors[0], tensors[1:]
-        inner = [emit.inner(lambda body=body: body(operands), []) for body in self.branches]
-        return emit.branch(selector, inner, self.name)
+        return self._chosen(tensors[0], tensors[1:], range(len(self.branches)))
+
+    def _chosen(
+        self, selector: torch.Tensor, operands: Tensors, which: range
+    ) -> list[torch.Tensor]:
+        """Run one of some branches.  A node of the graph knows two, which may be halves of more."""
+        if len(which) == 1:
+            return self.branches[which[0]](operands)
+        half = len(which) // 2
+        first = selector if selector.dtype == torch.bool else selector < which[half]
+        run = functools.partial(self._chosen, selector, operands)
+        bodies = functools.partial(run, which[:half]), functools.partial(run, which[half:])
+        return emit.branch(first, [emit.inner(body, []) for body in bodies], self.name)
 
     def vjp(
         self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
