@@ -18,7 +18,7 @@ from torchpmap._trace.transformable import (
     Transformable,
     apply,
     batch_first,
-    expanded,
+    expand_some,
     jvp_of,
     vjp_of,
     vmap_of,
@@ -90,10 +90,7 @@ class Branch(Transformable):
         runs = [vmap_of(body, which[1:], size, info.randomness, parts) for body in self.branches]
         if which[0]:
             found = [run(tensors[1:]) for run in runs]
-            every = [
-                [expanded(x, has, size) for x, has in zip(results, reached, strict=True)]
-                for results, reached in found
-            ]
+            every = [expand_some(xs, reached, [True] * len(xs), size) for xs, reached in found]
             results = [chosen(tensors[0], leaf) for leaf in zip(*every, strict=True)]
             return results, [0] * len(results)
         reached = [self._reached(run, tensors[1:]) for run in runs]
@@ -102,10 +99,7 @@ class Branch(Transformable):
         def same(run: Any) -> Body:
             def body(xs: Tensors) -> list[torch.Tensor]:
                 results, own = run(xs)
-                return [
-                    expanded(x, has, size) if any_has else x
-                    for x, has, any_has in zip(results, own, any_reached, strict=True)
-                ]
+                return expand_some(results, own, any_reached, size)
 
             return body
 

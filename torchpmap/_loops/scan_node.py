@@ -26,7 +26,7 @@ from torchpmap._trace.transformable import (
     Tensors,
     Transformable,
     apply,
-    expanded,
+    expand_some,
     inexact,
     jvp_of,
     vjp_of,
@@ -198,28 +198,28 @@ class Scan(Transformable):
         init = [_moved(x, d, 0) for x, d in zip(init, of_init, strict=True)]
         xs = [_moved(x, d, 1) for x, d in zip(xs, of_xs, strict=True)]
         of_constants, of_xs = ([d is not None for d in each] for each in (of_constants, of_xs))
-        carried = Carried([d is not None for d in of_init], size)
+        carries = BatchedCarry([d is not None for d in of_init], size)
         outputs: list[bool] = []
 
         def batch() -> list[torch.Tensor]:
-            which = [*of_constants, *carried.batched, *of_xs]
+            which = [*of_constants, *carries.which, *of_xs]
             run = vmap_of(self.flat, which, size, info.randomness)
 
             def step(constants: Tensors, carry: Tensors, row: Tensors) -> Any:
                 results, reached = run([*constants, *carry, *row])
-                after = carried.after(results[: len(init)], reached[: len(init)])
+                after = carries.next(results[: len(init)], reached[: len(init)])
                 outputs[:] = reached[len(init) :]
                 return after, results[len(init) :]
 
             loop = replace(self, step=step, num_kept=0)
-            return apply(loop, [*constants, *carried.first(init), *xs])
+            return apply(loop, [*constants, *carries.first(init), *xs])
 
-        found = carried.tried(batch)
-        after = [0 if has else None for has in carried.batched]
+        found = carries.settle(batch)
+        after = [0 if has else None for has in carries.which]
         return found, after + [1 if has else None for has in outputs]
 
 
-class Carried:
+class BatchedCarry:
     """Which carries of a loop for a batch are batched.  It is found by trying: a batch may enter a
     carry in any step.
     """
@@ -228,41 +228,37 @@ class Carried:
         """``given``: whether each first carry is batched."""
         self._given = given
         self._size = size
-        self.batched = list(given)
+        self.which = list(given)
 
     def first(self, init: Tensors) -> list[torch.Tensor]:
-        return self._expanded(init, self._given)
+        return expand_some(init, self._given, self.which, self._size)
 
-    def after(self, tensors: Tensors, reached: Sequence[bool]) -> list[torch.Tensor]:
+    def next(self, tensors: Tensors, reached: Sequence[bool]) -> list[torch.Tensor]:
         """The next carry, of which those that are ``reached`` are batched."""
-        if any(has and not had for had, has in zip(self.batched, reached, strict=True)):
-            self.start_again([a or b for a, b in zip(self.batched, reached, strict=True)])
-        return self._expanded(tensors, reached)
+        if any(has and not had for had, has in zip(self.which, reached, strict=True)):
+            self.restart([a or b for a, b in zip(self.which, reached, strict=True)])
+        return expand_some(tensors, reached, self.which, self._size)
 
-    def start_again(self, batched: list[bool]) -> NoReturn:
-        self.batched = batched
+    def restart(self, which: list[bool]) -> NoReturn:
+        self.which = which
         raise _Grown(self)
 
-    def tried(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    def settle(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """What ``run`` returns, once it has not found more carries that are batched."""
         while True:
             try:
                 return run()
             except _Grown as grown:
-                if grown.carried is not self:
+                if grown.carry is not self:
                     raise
-
-    def _expanded(self, tensors: Tensors, had: Sequence[bool]) -> list[torch.Tensor]:
-        each = zip(tensors, had, self.batched, strict=True)
-        return [expanded(x, has, self._size) if wanted else x for x, has, wanted in each]
 
 
 class _Grown(Exception):
     """A step has made carries batched that were not: the loop starts again with these batched."""
 
-    def __init__(self, carried: Carried) -> None:
+    def __init__(self, carry: BatchedCarry) -> None:
         super().__init__("a carry became batched")
-        self.carried = carried
+        self.carry = carry
 
 
 def _moved(tensor: torch.Tensor, dim: int | None, to: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from torchpmap._collectives.varying import Axes
 from torchpmap._loops import emit
-from torchpmap._loops.scan_node import Carried
+from torchpmap._loops.scan_node import BatchedCarry
 from torchpmap._trace.transformable import (
     Body,
     Maybe,
@@ -105,14 +105,14 @@ class While(Transformable):
         size = info.batch_size
         constants, init = self.split(batch_first(tensors, dims))
         of_constants, given = self.split([d is not None for d in dims])
-        carried = Carried(given, size)
+        carries = BatchedCarry(given, size)
         differs = False
         """Whether the test does from row to row: then the loop goes on until all rows are done, and
         rows that are done keep their carry.
         """
 
         def batch() -> list[torch.Tensor]:
-            which = [*of_constants, *carried.batched]
+            which = [*of_constants, *carries.which]
             batched = functools.partial(
                 vmap_of,
                 which=which,
@@ -127,11 +127,11 @@ class While(Transformable):
                 (result,), (has,) = run_test(xs)
                 if has and not differs:
                     differs = True
-                    carried.start_again([True] * len(init))
+                    carries.restart([True] * len(init))
                 return result.any() if has else result
 
             def body(xs: Tensors) -> list[torch.Tensor]:
-                after = carried.after(*run(xs))
+                after = carries.next(*run(xs))
                 if not differs:
                     return after
                 (goes_on,), (has,) = run_test(xs)
@@ -142,10 +142,10 @@ class While(Transformable):
                 ]
 
             loop = replace(self, test=test, body=body)
-            return apply(loop, [*constants, *carried.first(init)])
+            return apply(loop, [*constants, *carries.first(init)])
 
-        found = carried.tried(batch)
-        return found, [0 if has else None for has in carried.batched]
+        found = carries.settle(batch)
+        return found, [0 if has else None for has in carries.which]
 
 
 def no_reverse(name: str) -> str:

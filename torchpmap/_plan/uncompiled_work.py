@@ -101,7 +101,7 @@ class UncompiledWork:
             outcome = program.run(own, process_axis)
             agree(("return",))
             axes = program.axes(process_axis)
-            stored = outcome.mapped(lambda x, cut: _of_first_device(x, cut, axes)).blocks
+            stored = outcome.change_blocks(lambda x, cut: _of_first_device(x, cut, axes)).blocks
         report = UncompiledReport(
             outcome.structure,
             tuple(None if block is None else tuple(block.shape) for block in stored),

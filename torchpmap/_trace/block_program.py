@@ -42,7 +42,7 @@ from torchpmap._trace.capture import Exchange
 from torchpmap._trace.casts import is_tracked, tracked
 from torchpmap._trace.effects import difference
 from torchpmap._trace.environment import Environment
-from torchpmap._trace.program import Outcome, Program, apart, together
+from torchpmap._trace.program import Outcome, Program, join, split
 from torchpmap._trace.replication import Demand, is_same
 from torchpmap.random._streams import are_active, streams, within
 
@@ -150,7 +150,7 @@ class BlockProgram(Program):
 
         # copies: one value may be given twice, and be cut in two ways
         pairs = zip(values, self.cuts, strict=True)
-        return level(0, [apart(x.clone(), cut, self.sizes) for x, cut in pairs]).mapped(together)
+        return level(0, [split(x.clone(), cut, self.sizes) for x, cut in pairs]).change_blocks(join)
 
     def followed(self, axis: Axis) -> Axis:
         """The axis, along which it is followed which values vary if outputs are to be checked."""
@@ -190,7 +190,7 @@ class BlockProgram(Program):
 
     def call(self, blocks: Sequence[torch.Tensor]) -> Outcome:
         """Call the function, where its axes are bound."""
-        outcome = replace(self.called(blocks).mapped(self._varied), first_counts=True)
+        outcome = replace(self.call_function(blocks).change_blocks(self._varied), first_counts=True)
         if not self.check_vma:
             return outcome
         paths = self.paths(outcome.structure)
@@ -329,7 +329,7 @@ def run_inside(
             stack.enter_context(bind(axis))
         if not is_tracked():
             stack.enter_context(Tracking())
-        whole = outcome.mapped(lambda block, cut: _gathered(program, block, cut, axes))
+        whole = outcome.change_blocks(lambda block, cut: _gathered(program, block, cut, axes))
     return replace(whole, checks=(), checked=())
 
 
@@ -359,7 +359,7 @@ def _own(
 ) -> torch.Tensor:
     """The block of this device."""
     over = {program.names[k]: axes[program.names[k]] for k in sorted(itertools.chain(*cut))}
-    x = apart(_cast(x, over) if over else x, cut, program.sizes)
+    x = split(_cast(x, over) if over else x, cut, program.sizes)
     for axis in over.values():
         x = pick(x, axis.index)
     return x

@@ -92,7 +92,7 @@ class Outcome:
         pairs = zip(self.blocks, self.cuts, strict=True)
         return [(block, cut) for block, cut in pairs if block is not None]
 
-    def mapped(self, change: Callable[[torch.Tensor, Cut], torch.Tensor]) -> Outcome:
+    def change_blocks(self, change: Callable[[torch.Tensor, Cut], torch.Tensor]) -> Outcome:
         """The same, with other blocks."""
         pairs = zip(self.blocks, self.cuts, strict=True)
         blocks = tuple(None if block is None else change(block, cut) for block, cut in pairs)
@@ -159,7 +159,7 @@ class Program:
         """The blocks that a place of the grid, by its row-major number, has of whole values."""
         place = np.unravel_index(number, self.sizes)
         return [
-            apart(x, cut, self.sizes)[tuple(int(place[k]) for k in sorted(itertools.chain(*cut)))]
+            split(x, cut, self.sizes)[tuple(int(place[k]) for k in sorted(itertools.chain(*cut)))]
             for x, cut in zip(values, self.cuts, strict=True)
         ]
 
@@ -168,7 +168,7 @@ class Program:
         stacked = torch.stack(list(blocks)).unflatten(0, self.sizes)
         over = set(itertools.chain(*cut))
         lanes = stacked[tuple(slice(None) if k in over else 0 for k in range(len(self.sizes)))]
-        return together(lanes, cut)
+        return join(lanes, cut)
 
     def seen_shape(self, block: torch.Tensor, cut: Cut) -> Sequence[int]:
         """That of what the function returned."""
@@ -198,10 +198,10 @@ class Program:
         with watched(self.name):
             lanes = iter(over(index, *blocks))
         (outcome,) = outcomes
-        stacked = outcome.mapped(lambda _, cut: stack(next(lanes), cut))
+        stacked = outcome.change_blocks(lambda _, cut: stack(next(lanes), cut))
         return replace(stacked, checks=tuple(x.amax(0) for x in lanes))
 
-    def called(self, given: Sequence[torch.Tensor]) -> Outcome:
+    def call_function(self, given: Sequence[torch.Tensor]) -> Outcome:
         """Call the function, where the axes are bound; its outcome, which nothing has checked."""
         tensors = iter(given)
         values = [x.value if isinstance(x, Constant) else next(tensors) for x in self.leaves]
@@ -215,9 +215,9 @@ class Program:
                 translate(error)
                 raise
             settle(result)
-        return self.laid_out(result)
+        return self.lay_out(result)
 
-    def laid_out(self, returned: Any) -> Outcome:
+    def lay_out(self, returned: Any) -> Outcome:
         """Of what the function returned: blocks and cuts."""
         values, structure = flatten(returned)
         outs: list[Any] = broadcast_axes(
@@ -240,7 +240,7 @@ class Program:
         raise NotImplementedError
 
 
-def apart(x: torch.Tensor, cut: Cut, sizes: Sequence[int]) -> torch.Tensor:
+def split(x: torch.Tensor, cut: Cut, sizes: Sequence[int]) -> torch.Tensor:
     """A whole value with the dims of the grid that cut it in front, in their order."""
     for dim in reversed(range(len(cut))):
         over = [sizes[k] for k in cut[dim]]
@@ -253,8 +253,8 @@ def apart(x: torch.Tensor, cut: Cut, sizes: Sequence[int]) -> torch.Tensor:
     return x.movedim([front[k] for k in sorted(front)], list(range(len(front))))
 
 
-def together(lanes: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """What ``apart`` takes apart."""
+def join(lanes: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The whole value of the blocks of ``split``."""
     axes = sorted(itertools.chain(*cut))
     for dim, over in enumerate(cut):  # the dims before this one are whole: they are in front
         for i, k in enumerate(over):

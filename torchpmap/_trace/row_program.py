@@ -44,8 +44,8 @@ class RowProgram(Program):
     otherwise: ClassVar[str] = GIVE_AN_AXIS
     part: ClassVar[str] = "row"
 
-    def around(self, inner: RowProgram, mesh: tuple[int, ...]) -> RowProgram:
-        """This program, with that of its function."""
+    def of(self, inner: RowProgram, mesh: tuple[int, ...]) -> RowProgram:
+        """This program, whose function has the program ``inner``."""
         names, sizes = (*self.names, *inner.names), (*self.sizes, *inner.sizes)
         inner = replace(inner, is_inner=True)
         return replace(self, inner=inner, mesh=mesh, names=names, sizes=sizes)
@@ -107,7 +107,7 @@ class RowProgram(Program):
             for block, dim in zip(blocks, self._dims, strict=True)
         ]
         with bind(process_axis):
-            return self._run_row(rows, inside).mapped(_as_block)
+            return self._run_row(rows, inside).change_blocks(_as_block)
 
     def _run_lanes(
         self,
@@ -136,7 +136,7 @@ class RowProgram(Program):
         return replace(outcome, draws=0 if active is None else active.draws)
 
     def _call(self, rows: Sequence[torch.Tensor]) -> Outcome:
-        outcome = self.called(rows)
+        outcome = self.call_function(rows)
         found = self._compared(outcome)
         claims = self._claims(outcome, found)
         return replace(outcome, checks=tuple(found.values()), checked=claims)
@@ -144,7 +144,7 @@ class RowProgram(Program):
     def _run_inner(self, rows: Sequence[torch.Tensor], inside: Sequence[Axis | None]) -> Outcome:
         assert self.inner is not None
         outcome = self.inner._run_level(rows, inside)
-        laid_out = self.laid_out(outcome.structure.unflatten(list(outcome.blocks)))
+        laid_out = self.lay_out(outcome.structure.unflatten(list(outcome.blocks)))
         found = self._compared(laid_out)
         checks = [_of_all(found[leaf], outcome.cuts[leaf], inside) for leaf in found]
         checks += [pmax(check, self.axis_name) for check in outcome.checks]

@@ -245,3 +245,11 @@ def batch_first(
 def expanded(tensor: torch.Tensor, is_batched: bool, size: int) -> torch.Tensor:
     """The tensor with a batch dim in front."""
     return tensor if is_batched else tensor.expand(size, *tensor.shape)
+
+
+def expand_some(
+    tensors: Tensors, are_batched: Sequence[bool], wanted: Sequence[bool], size: int
+) -> list[torch.Tensor]:
+    """The tensors, of which those that are wanted have a batch dim in front."""
+    each = zip(tensors, are_batched, wanted, strict=True)
+    return [expanded(x, has, size) if wants else x for x, has, wants in each]

@@ -180,7 +180,7 @@ def _program_of(levels: _Levels, grid: Grid) -> RowProgram:
         preparation.program(call, call.size // count)
         for (preparation, call), count in zip(levels, counts, strict=True)
     ]
-    return functools.reduce(lambda inner, own: own.around(inner, grid.sizes), reversed(programs))
+    return functools.reduce(lambda inner, own: own.of(inner, grid.sizes), reversed(programs))
 
 
 def _here(devices: Sequence[Device]) -> tuple[Device, ...]:
