@@ -99,6 +99,11 @@ class Outcome:
         return replace(self, blocks=blocks)
 
     @property
+    def returned(self) -> Any:
+        """The blocks, as the function returned them."""
+        return self.structure.unflatten(list(self.blocks))
+
+    @property
     def requires_grad(self) -> bool:
         return any(block is not None and block.requires_grad for block in self.blocks)
 

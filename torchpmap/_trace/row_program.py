@@ -144,7 +144,7 @@ class RowProgram(Program):
     def _run_inner(self, rows: Sequence[torch.Tensor], inside: Sequence[Axis | None]) -> Outcome:
         assert self.inner is not None
         outcome = self.inner._run_level(rows, inside)
-        laid_out = self.lay_out(outcome.structure.unflatten(list(outcome.blocks)))
+        laid_out = self.lay_out(outcome.returned)
         found = self._compared(laid_out)
         checks = [_of_all(found[leaf], outcome.cuts[leaf], inside) for leaf in found]
         checks += [pmax(check, self.axis_name) for check in outcome.checks]

@@ -30,6 +30,7 @@ from torchpmap._base.torch_internals import (
     outside_transforms,
 )
 from torchpmap._layout.axis_stack import Axis
+from torchpmap._layout.grid import Cut
 from torchpmap._plan.autograd import without_derivative
 from torchpmap._runtime.inline_mode import note_replicated, serial
 from torchpmap._sharded.tensor import ShardedTensor
@@ -69,7 +70,7 @@ def run_here(preparation: Preparation[_Call], call: _Call) -> Any:
     for claim, check in zip(outcome.checked, outcome.checks, strict=True):
         text = not_replicated(program.prefix, claim, "{distance}", program.otherwise)
         check_equal(check, text)
-    return outcome.structure.unflatten(list(outcome.blocks))
+    return outcome.returned
 
 
 def run_inline(preparation: Preparation[_Call], call: _Call) -> Any:
@@ -100,14 +101,12 @@ def _run_whole(program: Program, leaves: Sequence[Any]) -> Any:
             draw_key()  # the next call gets another one
     found = zip(outcome.checked, map(_largest, outcome.checks), strict=True)
     check_replicated(program.prefix, found, program.otherwise)
-    results = [
-        None if block is None else block.clone(memory_format=torch.contiguous_format)
-        for block in outcome.blocks
-    ]
-    for result, cut in zip(results, outcome.cuts, strict=True):
-        if result is not None and not cut:
-            note_replicated(result)
-    return outcome.structure.unflatten(results)
+    return outcome.change_blocks(_result).returned
+
+
+def _result(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
+    own = whole.clone(memory_format=torch.contiguous_format)
+    return own if cut else note_replicated(own)
 
 
 def _as_lanes(program: Program, blocks: Sequence[torch.Tensor]) -> Outcome:
@@ -140,19 +139,14 @@ def _one_by_one(program: Program, values: Sequence[torch.Tensor]) -> Outcome:
     wants_grad = torch.is_grad_enabled() and (
         first.requires_grad or any(x.requires_grad for x in values)
     )
-    columns = zip(*(outcome.blocks for outcome in outcomes), strict=True)
-    results = [
-        None if blocks[0] is None else program.whole(blocks, cut).detach()
-        for blocks, cut in zip(columns, first.cuts, strict=True)
-    ]
+    columns = zip(*([x for x, _ in outcome.outputs] for outcome in outcomes), strict=True)
+    whole = first.change_blocks(lambda _, cut: program.whole(next(columns), cut).detach())
     if wants_grad:
-        text = _not_differentiable(prefix)
-        whole = [x for x in results if x is not None]
-        made = iter(without_derivative(whole, NotImplementedError, text))
-        results = [None if x is None else next(made) for x in results]
+        results, text = [x for x, _ in whole.outputs], _not_differentiable(prefix)
+        made = iter(without_derivative(results, NotImplementedError, text))
+        whole = whole.change_blocks(lambda *_: next(made))
     checks = zip(*(outcome.checks for outcome in outcomes), strict=True)
-    largest = tuple(torch.stack(each).max() for each in checks)
-    return replace(first, blocks=tuple(results), checks=largest)
+    return replace(whole, checks=tuple(torch.stack(each).max() for each in checks))
 
 
 def _kinds(program: Program, outcome: Outcome) -> str:
