@@ -27,7 +27,6 @@ from torchpmap._plan.plan import Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import check_open, host_tensor
-from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.kinds import insist
@@ -88,7 +87,7 @@ class Prepared:
     """Whether ``direct`` returns one value, in no container."""
     donated: tuple[int, ...]
     paths: tuple[str, ...]
-    program: Program | BlockProgram
+    program: Program
     grid: Grid
     arguments: str
     """As notes and logs name them."""
@@ -98,7 +97,7 @@ class Prepared:
 class Decided:
     """What a front end makes of a call: where its parts go, and what runs on each of them."""
 
-    program: Program | BlockProgram
+    program: Program
     grid: Grid
     layouts: tuple[Layout, ...]
     """Of the leaves that travel."""
@@ -146,7 +145,7 @@ class Preparation(Generic[_Call]):
         """Choose devices and layouts, or raise what is wrong with a call; nothing is sent."""
         raise NotImplementedError
 
-    def whole_program(self, call: _Call) -> Program | BlockProgram:
+    def whole_program(self, call: _Call) -> Program:
         """The program of a call that runs in the calling process, on whole arguments."""
         raise NotImplementedError
 
@@ -262,7 +261,7 @@ class Preparation(Generic[_Call]):
 
     def _make_plan(
         self,
-        program: Program | BlockProgram,
+        program: Program,
         layouts: tuple[Layout, ...],
         grid: Grid,
         arguments: str,
