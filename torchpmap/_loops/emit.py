@@ -46,17 +46,13 @@ from torchpmap._trace.capture import Capture, is_real
 from torchpmap._trace.graphs import (
     GRAPHS,
     copy_written,
-    is_kept,
+    drop_dead,
     output_of,
     placeholders,
     results_of,
     written_storages,
 )
-from torchpmap._trace.passes import (
-    drop_copies,
-    drop_detaches,
-    drop_in_place_views,
-)
+from torchpmap._trace.passes import clean
 from torchpmap._trace.traced_views import traced_views
 
 _aten = torch.ops.aten
@@ -212,10 +208,8 @@ def _finished(
             next(iter(graph.nodes)).prepend(node)
     if places:  # a function of the user's may write to a cotangent
         copy_written(graph, places, [*places, *reads.nodes][-1])
-    drop_detaches(module)
-    drop_in_place_views(module)
-    drop_copies(module)
-    graph.eliminate_dead_code(is_impure_node=is_kept)
+    clean(module)
+    drop_dead(graph)
     kept = [(n, t) for n, t in zip(reads.nodes, reads.tensors, strict=True) if n.users]
     for node in reads.nodes:
         if not node.users:

@@ -103,7 +103,6 @@ def bucketed(graph: GraphModule, limit: int) -> None:
     moments = _Moments(nodes)
     buckets = _fill(moments.sums, limit)
     _Rewrite(graph.graph, nodes, moments.ready, buckets).run()
-    graph.graph.lint()
 
 
 # -- when -----------------------------------------------------------------------------------------

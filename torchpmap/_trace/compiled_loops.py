@@ -31,8 +31,8 @@ from torchpmap._trace.chunks import calls_libraries, repeated, steps_at_once
 from torchpmap._trace.graphs import (
     SCAN,
     copied_whole,
+    drop_dead,
     has_effects,
-    is_kept,
     kind_of_node,
 )
 from torchpmap._trace.replay import Replay, calls_only_kernels, replay_of
@@ -151,7 +151,7 @@ class _Changes(Interpreter):
     def change(self, inputs: Tensors) -> None:
         with self._mode, with_loops(self._loops):
             self.run(*inputs)
-        self._graph.graph.eliminate_dead_code(is_impure_node=is_kept)
+        drop_dead(self._graph.graph)
         self._graph.recompile()
 
     def run_node(self, n: Node) -> Any:

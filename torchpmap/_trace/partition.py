@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.storages import memory_order
 from torchpmap._base.torch_internals import LazyGraphModule, OpOverload
-from torchpmap._trace.graphs import copied_whole, is_kept, placeholders, results_of, storages
+from torchpmap._trace.graphs import copied_whole, drop_dead, placeholders, results_of, storages
 
 _aten = torch.ops.aten
 _CONTIGUOUS = torch.contiguous_format
@@ -191,5 +191,5 @@ def _graph(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    graph.eliminate_dead_code(is_impure_node=is_kept)
+    drop_dead(graph)
     return graph

@@ -18,7 +18,7 @@ from torchpmap._layout.axis_stack import is_of_one
 from torchpmap._trace.capture import Capture
 from torchpmap._trace.graphs import (
     copy_written,
-    is_kept,
+    drop_dead,
     kind_of_node,
     placeholders,
     storages,
@@ -77,12 +77,27 @@ def protect_inputs(graph: torch.fx.GraphModule) -> bool:
     return copy_written(graph.graph, inputs, inputs[-1])
 
 
-def drop_detaches(graph: torch.fx.GraphModule) -> None:
-    """Nothing in the graph records gradients any more, so a detach is only time spent per call."""
-    for node in graph.graph.nodes:
+def clean(module: torch.fx.GraphModule) -> None:
+    """Take out what would only be time spent in each call.
+
+    Nothing in a graph records gradients any more, so it needs no detach.  Nothing else sees that
+    the shape of a tensor changes, if nothing else uses it: a matmul with a vector is written so by
+    torch, and as a write it would count as an effect.  A rank that is alone in its group gets a
+    copy of what it gives.
+    """
+    graph: Any = module.graph
+    for node in graph.nodes:
+        view = _IN_PLACE.get(node.target)
         if node.target is _aten.detach.default:
             node.replace_all_uses_with(node.args[0])
-            graph.graph.erase_node(node)
+            graph.erase_node(node)
+        elif view is not None and len(node.args[0].users) == 1:
+            node.target = view
+        elif node.target is _WAIT and is_of_one(str(node.args[0].args[-1])):
+            collective = node.args[0]
+            node.target, node.args = _aten.clone.default, collective.args[:1]
+            graph.erase_node(collective)
+    _drop_copies(module)
 
 
 _IN_PLACE = {
@@ -94,16 +109,6 @@ _IN_PLACE = {
     _aten.transpose_.default: _aten.transpose.int,
 }
 """Operations that change only the shape of a tensor -> what gives that shape."""
-
-
-def drop_in_place_views(graph: torch.fx.GraphModule) -> None:
-    """Nothing else sees that the shape of a tensor changes, if nothing else uses it: a matmul with
-    a vector is written so by torch.  As a write it would count as an effect.
-    """
-    for node in graph.graph.nodes:
-        view = _IN_PLACE.get(node.target)
-        if view is not None and len(node.args[0].users) == 1:
-            node.target = view
 
 
 _SQUEEZE, _UNSQUEEZE = _aten.squeeze.dim, _aten.unsqueeze.default
@@ -131,7 +136,7 @@ def keep_rows(module: torch.fx.GraphModule) -> None:
             node.replace_all_uses_with(whole)
             is_changed = True
     if is_changed:
-        graph.eliminate_dead_code(is_impure_node=is_kept)
+        drop_dead(graph)
 
 
 def _row_of(value: Any) -> torch.fx.Node | None:
@@ -160,22 +165,7 @@ def _keeps_rows(node: torch.fx.Node) -> bool:
     return result.ndim in dims and len({value.dtype for value in given}) == 1
 
 
-def drop_collectives_of_one(module: torch.fx.GraphModule) -> None:
-    """A rank that is alone in its group gets a copy of what it gives."""
-    for each in module.modules():
-        graph: Any = getattr(each, "graph", None)
-        for node in graph.find_nodes(op="call_function", target=_WAIT) if graph else ():
-            collective = node.args[0]
-            if is_of_one(str(collective.args[-1])):
-                with graph.inserting_before(node):
-                    copy = graph.call_function(_aten.clone.default, collective.args[:1])
-                copy.meta = node.meta
-                node.replace_all_uses_with(copy)
-                graph.erase_node(node)
-                graph.erase_node(collective)
-
-
-def drop_copies(module: torch.fx.GraphModule) -> None:
+def _drop_copies(module: torch.fx.GraphModule) -> None:
     """Take out the copies that nothing needs.
 
     One is needed if it or its source is written to, or if its strides are others.  Results share no
@@ -272,7 +262,8 @@ def input_kinds(graph: torch.fx.GraphModule) -> tuple[tuple[tuple[int, ...], tor
 
 def finish_graph(graph: torch.fx.GraphModule) -> None:
     for module in graph.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            keep_only_places(node)  # fake tensors do not travel
-    graph.graph.lint()
-    graph.recompile()
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                keep_only_places(node)  # fake tensors do not travel
+            module.graph.lint()
+            module.recompile()

@@ -36,7 +36,7 @@ from torchpmap._base.torch_internals import (
     tracing_mode,
 )
 from torchpmap._base.torch_versions import checkpoint_bracket
-from torchpmap._trace.graphs import is_kept, placeholders
+from torchpmap._trace.graphs import drop_dead, placeholders
 from torchpmap._trace.repetition import keep_places
 from torchpmap.random._streams import active_streams
 
@@ -220,7 +220,6 @@ def rematerialize(graph: GraphModule, record: Record, *, ordered: bool, split: b
     late = {node for node in record.backward if node in alive}
     for region in reversed(record.regions):
         _Again(graph, record, late, ordered, split).run(region, set(region.nodes) & alive)
-    graph.graph.lint()
     return late
 
 
@@ -363,7 +362,7 @@ def without_writes(graph: GraphModule, record: Record) -> GraphModule:
             raise
         interpreter = _Copying(graph)
         result = replayed(interpreter)
-    result.graph.eliminate_dead_code(is_impure_node=is_kept)
+    drop_dead(result.graph)
     record.follow(interpreter.made)
     keep_places(interpreter.made)
     return result

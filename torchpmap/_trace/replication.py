@@ -193,6 +193,8 @@ def _arguments(node: Node, chosen: Callable[[Any], Any]) -> list[Node]:
 
 def index_values(graph: Graph, index: Node, count: int) -> dict[Node, Sequence[int]]:
     """What is computed from the index of the device alone: per node, the value on every device."""
+    if not index.users:
+        return {index: range(count)}
     values: dict[Node, Any] = {index: np.arange(count)}
     bases: dict[Node, Hashable] = {}
     written: set[Hashable] = set()

@@ -62,10 +62,7 @@ from torchpmap._trace.idioms import idiom
 from torchpmap._trace.leaves import Leaves, SubstituteLeaves, needs_leaves
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.passes import (
-    drop_collectives_of_one,
-    drop_copies,
-    drop_detaches,
-    drop_in_place_views,
+    clean,
     drop_unused_index,
     finish_graph,
     input_kinds,
@@ -172,7 +169,8 @@ def trace(
         results = run(index, blocks)
         sources = index, *blocks, *capture.stand_ins.values()
         given = {t.untyped_storage()._cdata for t in sources}
-        return tuple(_finish(block, given) for block in results)
+        with torch.no_grad():
+            return tuple(_finish(block, given) for block in results)
 
     def run(index: torch.Tensor, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
@@ -220,10 +218,7 @@ def trace(
     refuse_lost_writes(graph, capture)
     order_placeholders(graph, capture.nodes)
     writes_inputs = protect_inputs(graph)
-    drop_detaches(graph)
-    drop_in_place_views(graph)
-    drop_collectives_of_one(graph)
-    drop_copies(graph)
+    clean(graph)
     uses_index = drop_unused_index(graph)
     if (record.regions or split_at is not None) and writes(graph.graph):
         graph = without_writes(graph, record)
@@ -282,10 +277,10 @@ def recorded(
 
 
 def _finish(block: torch.Tensor, given: set[int]) -> torch.Tensor:
-    """The block as it is stored: contiguous, detached, and sharing no memory with an input (inputs
-    may be freed or donated).
+    """The block as it is stored: contiguous, and sharing no memory with an input (inputs may be
+    freed or donated).
     """
-    block = block.detach().contiguous()
+    block = block.contiguous()
     return block.clone() if block.untyped_storage()._cdata in given else block
 
 

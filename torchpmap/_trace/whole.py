@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import FakeTensorMode
 from torchpmap._trace.capture import KeepData
-from torchpmap._trace.graphs import is_kept, output_of, results_of, writes
+from torchpmap._trace.graphs import drop_dead, output_of, results_of, writes
 from torchpmap._trace.optimizers import Numbers, Optimizers
-from torchpmap._trace.passes import drop_copies, drop_detaches, drop_in_place_views, protect_inputs
+from torchpmap._trace.passes import clean, protect_inputs
 from torchpmap._trace.remat import Record, without_writes
 from torchpmap._trace.trace import recorded
 from torchpmap._trace.traced_views import settle
@@ -176,12 +176,11 @@ def _functional(graph: GraphModule, capture: WholeCapture, record: Record) -> Gr
             graph.graph.erase_node(node)
     for node in reversed(capture.nodes):
         next(iter(nodes)).prepend(node)
+    clean(graph)
     if writes(graph.graph):
         protect_inputs(graph)
-        drop_in_place_views(graph)
         graph = without_writes(graph, record)
-    drop_detaches(graph)
-    drop_copies(graph)
+        clean(graph)
     return graph
 
 
@@ -215,7 +214,7 @@ def _effects(
     effects = (*written, *counted, *graded, *pulled)
     kept = (*outputs[:num], *(node for _, node in effects))
     output_of(graph.graph).args = (kept,)
-    graph.graph.eliminate_dead_code(is_impure_node=is_kept)
+    drop_dead(graph.graph)
     captured = [x for x, place in zip(closed_over, places, strict=False) if place.users]
     for place in places[: len(closed_over)]:
         if not place.users:
