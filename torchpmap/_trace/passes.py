@@ -10,18 +10,17 @@ import torch
 from torchpmap._base.errors import lost_write
 from torchpmap._base.torch_internals import (
     OpOverload,
-    outside_modes,
-    outside_transforms,
 )
 from torchpmap._collectives.backend import c10d
 from torchpmap._layout.axis_stack import is_of_one
-from torchpmap._trace.capture import Capture
 from torchpmap._trace.graphs import (
-    copy_written,
+    Closure,
+    compute,
     drop_dead,
     kind_of_node,
     placeholders,
     storages,
+    texts_in,
     writes,
     written_storages,
 )
@@ -31,25 +30,12 @@ _aten = torch.ops.aten
 _WAIT = c10d.wait_tensor.default
 
 
-def order_placeholders(graph: torch.fx.GraphModule, captured: Sequence[torch.fx.Node]) -> None:
-    """Put captured placeholders, which were created where they were met, between the index and the
-    inputs.
-    """
-    index = placeholders(graph.graph)[0]
-    for node in reversed(captured):
-        index.append(node)
-
-
-def refuse_lost_writes(graph: torch.fx.GraphModule, capture: Capture) -> None:
-    for real, held, name in capture.read:
-        if not held.same():
-            held.restore()
-            raise RuntimeError(lost_write(real, f" (.{name}())"))
-    written = written_storages(graph.graph)
-    for node, real in zip(capture.nodes, capture.captured, strict=True):
-        writer = written.get(node.meta["val"].untyped_storage()._cdata)
-        if writer is not None:
-            raise RuntimeError(lost_write(real, f" ({writer.target})"))
+def refuse_lost_writes(closure: Closure, place: str = "") -> None:
+    """Raise for a write to a tensor from outside; ``place``: of the graph, in the error."""
+    written = written_storages(closure.graph)
+    for node, tensor in zip(closure.nodes, closure.tensors, strict=True):
+        for storage in storages(node) & written.keys():
+            raise RuntimeError(lost_write(tensor, f" ({written[storage].target}{place})"))
 
 
 def refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch.Tensor]) -> None:
@@ -69,12 +55,20 @@ def refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch.
         )
 
 
-def protect_inputs(graph: torch.fx.GraphModule) -> bool:
+def protect_inputs(module: torch.fx.GraphModule) -> bool:
     """Let in-place writes to an input go to a copy, because the stored value may be used again;
     returns whether there are any.
     """
-    inputs = placeholders(graph.graph)
-    return copy_written(graph.graph, inputs, inputs[-1])
+    inputs, written, found = placeholders(module.graph), written_storages(module.graph), False
+    for node in inputs:
+        if not storages(node).isdisjoint(written):
+            with module.graph.inserting_after(inputs[-1]):
+                copy = module.graph.call_function(_aten.clone.default, (node,))
+            copy.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(copy)
+            copy.replace_input_with(copy, node)
+            found = True
+    return found
 
 
 def clean(module: torch.fx.GraphModule) -> None:
@@ -219,14 +213,8 @@ def _share(source: torch.fx.Node, before: int, now: int) -> None:
     """Let the views of a node have its memory, that had the memory of a copy of it."""
     for node in source.users:
         if before != now and before in storages(node):
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value)
-            with outside_modes(), outside_transforms():
-                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+            compute(node)
             _share(node, before, now)
-
-
-def _value(node: torch.fx.Node) -> Any:
-    return node.meta["val"]
 
 
 def drop_unused_index(graph: torch.fx.GraphModule) -> bool:
@@ -239,20 +227,9 @@ def drop_unused_index(graph: torch.fx.GraphModule) -> bool:
 
 def names_in(graph: torch.fx.GraphModule) -> list[str]:
     """Every text among the arguments of a graph, and of the graphs inside it, once."""
-    found: dict[str, None] = {}
-
-    def visit(value: Any) -> None:
-        if isinstance(value, str):
-            found[value] = None
-        elif isinstance(value, list | tuple):
-            for item in value:
-                visit(item)
-
-    for module in graph.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
-                visit([*node.args, *node.kwargs.values()])
-    return list(found)
+    modules = [each for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
+    texts = (text for each in modules for node in each.graph.nodes for text in texts_in(node))
+    return list(dict.fromkeys(texts))
 
 
 def input_kinds(graph: torch.fx.GraphModule) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

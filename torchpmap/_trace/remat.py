@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 
 from torchpmap._base.context import assigned
@@ -32,11 +32,10 @@ from torchpmap._base.torch_internals import (
     autograd_node,
     has_transforms,
     next_node_number,
-    outside_fake_mode,
     tracing_mode,
 )
 from torchpmap._base.torch_versions import checkpoint_bracket
-from torchpmap._trace.graphs import drop_dead, placeholders
+from torchpmap._trace.graphs import call, drop_dead, placeholders
 from torchpmap._trace.repetition import keep_places
 from torchpmap.random._streams import active_streams
 
@@ -86,20 +85,20 @@ class Record:
         return assigned(_current, self)
 
     @contextlib.contextmanager
-    def operation(self) -> Iterator[None]:
-        """Record, if it is that of a backward pass, what is traced in the block."""
+    def operation(self, graph: Graph) -> Iterator[None]:
+        """Record, if it is that of a backward pass, what the block adds to the graph."""
         node = autograd_node()
-        if node is None or tracing_mode() is None:
+        if node is None:
             yield
             return
-        with _made() as made:
+        with _made(graph) as made:
             yield
         self.backward |= dict.fromkeys(made, node._sequence_nr())
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
         """Record what is traced in the block as a region that is to be computed again."""
-        with _made() as made:
+        with _made(tracing_mode().tracer.graph) as made:
             region = Region(made, next_node_number())
             (self._open[-1].inside if self._open else self.regions).append(region)
             self._open.append(region)
@@ -119,11 +118,9 @@ class Record:
 
 
 @contextlib.contextmanager
-def _made() -> Iterator[list[Node]]:
-    """The nodes that the trace of this thread adds to its graph in the block."""
-    mode = tracing_mode()
-    assert mode is not None
-    root = mode.tracer.graph._root
+def _made(graph: Graph) -> Iterator[list[Node]]:
+    """The nodes that the block adds to a graph."""
+    root = graph._root
     last, nodes = root.prev, list[Node]()
     try:
         yield nodes
@@ -322,10 +319,7 @@ class _Again:
         return True
 
     def _call(self, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
-        node = self._graph.call_function(target, args, kwargs)
-        values = torch.fx.map_arg((args, kwargs), lambda source: source.meta["val"])
-        with outside_fake_mode():
-            node.meta["val"] = target(*values[0], **values[1])
+        node = call(self._graph, target, *args, **kwargs)
         self._late.add(node)
         return node
 
@@ -376,7 +370,7 @@ class Following(torch.fx.Interpreter):
         self.made: dict[Node, list[Node]] = {}
 
     def run_node(self, n: Node) -> Any:
-        with _made() as self.made[n]:
+        with _made(tracing_mode().tracer.graph) as self.made[n]:
             return super().run_node(n)
 
 

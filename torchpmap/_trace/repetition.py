@@ -63,6 +63,8 @@ class Executions:
         self._is_asked_for = False
         """Whether that is part of a loop that the user wants unrolled."""
         self._number = 0
+        self.place: tuple[str, int] | None = None
+        """The line that made the latest node."""
         self._counts: Counter[tuple[str, int]] = Counter()
 
     def end(self) -> None:
@@ -82,9 +84,9 @@ class Executions:
             if known[file] if file in known else self._belongs_to_user(frame, file):
                 break
             called, frame = frame, frame.f_back
-        if frame is None:
+        self.place = place = None if frame is None else (file, frame.f_lineno)
+        if place is None:
             return
-        place = file, frame.f_lineno
         if called is not self._called:
             self._called = called
             self._number += 1

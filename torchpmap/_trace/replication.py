@@ -24,7 +24,6 @@ from torch.fx import Graph, Node
 from torchpmap._base.context import assigned
 from torchpmap._base.storages import storage_number
 from torchpmap._base.torch_internals import (
-    OpOverload,
     innermost,
     is_vmap_wrapper,
     layers,
@@ -42,6 +41,8 @@ from torchpmap._trace.graphs import (
     kind_of_node,
     placeholders,
     results_of,
+    texts_in,
+    written_by,
 )
 
 _EQUALISING = (c10d.all_reduce.default, c10d.all_gather_into_tensor.default)
@@ -145,7 +146,7 @@ def varying_nodes(
             )
         if differs:
             varying.add(node)
-            targets = _written_by(node)
+            targets = written_by(node)
             if flags is not None:  # of lists, those places that vary
                 targets = [x for k, x in enumerate(targets) if flags[k % len(flags)]]
             written.update(bases[target] for target in targets)
@@ -160,7 +161,8 @@ def _memory(node: Node, bases: Mapping[Node, Hashable]) -> Hashable:
         return number
     if node.target is operator.getitem:
         return bases[node.all_input_nodes[0]]
-    shared = _arguments(node, lambda argument: argument.alias_info is not None)
+    is_view = getattr(node.target, "is_view", False)
+    shared = written_by(node) or (node.all_input_nodes if is_view else [])
     return bases[shared[0]] if shared else node
 
 
@@ -173,24 +175,6 @@ def _elements(node: Node) -> list[list[Node]]:
     return [[*(x for x in row if isinstance(x, Node)), *alone] for row in rows]
 
 
-def _written_by(node: Node) -> list[Node]:
-    """The arguments that a node writes into."""
-    return _arguments(node, lambda argument: argument.alias_info and argument.alias_info.is_write)
-
-
-def _arguments(node: Node, chosen: Callable[[Any], Any]) -> list[Node]:
-    if not isinstance(node.target, OpOverload):
-        return []
-    found: list[Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if chosen(argument):
-            given = node.kwargs.get(argument.name)
-            if position < len(node.args):
-                given = node.args[position]
-            torch.fx.node.map_arg(given, found.append)
-    return found
-
-
 def index_values(graph: Graph, index: Node, count: int) -> dict[Node, Sequence[int]]:
     """What is computed from the index of the device alone: per node, the value on every device."""
     if not index.users:
@@ -200,7 +184,7 @@ def index_values(graph: Graph, index: Node, count: int) -> dict[Node, Sequence[i
     written: set[Hashable] = set()
     for node in graph.nodes:
         bases[node] = _memory(node, bases)
-        written.update(bases[target] for target in _written_by(node))
+        written.update(bases[target] for target in written_by(node))
         sources = node.all_input_nodes
         if not written.isdisjoint(bases[source] for source in sources):
             continue
@@ -450,17 +434,9 @@ def _communicating(node: Node) -> Iterator[tuple[str, Any]]:
     for graph in inner_graphs(node):
         for other in graph.nodes:
             if getattr(other.target, "namespace", "") in NAMESPACES:
-                for text in _texts([*other.args, *other.kwargs.values()]):
+                for text in texts_in(other):
                     yield text, other.target
             yield from _communicating(other)
-
-
-def _texts(values: Sequence[Any]) -> Iterator[str]:
-    for value in values:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _texts(value)
 
 
 def parting(graph: Graph, varying: Collection[Node], along: Along) -> Iterator[Node]:

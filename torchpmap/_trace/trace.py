@@ -50,16 +50,16 @@ from torchpmap._layout.axis_stack import Axis, Partition, peers, subgroup_name
 from torchpmap._trace.buckets import bucketed
 from torchpmap._trace.capture import (
     Capture,
-    KeepData,
     SettingChanged,
-    Substitute,
+    TracedCalls,
+    as_it_is,
     clean_grads,
     is_real,
 )
 from torchpmap._trace.chunks import unroll_short_scans
-from torchpmap._trace.graphs import results_of, writes
+from torchpmap._trace.graphs import Closure, results_of, writes
 from torchpmap._trace.idioms import idiom
-from torchpmap._trace.leaves import Leaves, SubstituteLeaves, needs_leaves
+from torchpmap._trace.leaves import CallsWithLeaves, Leaves, needs_leaves
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.passes import (
     clean,
@@ -68,7 +68,6 @@ from torchpmap._trace.passes import (
     input_kinds,
     keep_rows,
     names_in,
-    order_placeholders,
     protect_inputs,
     refuse_lost_gradients,
     refuse_lost_writes,
@@ -174,9 +173,11 @@ def trace(
 
     def run(index: torch.Tensor, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        modes = capture, KeepData(capture), substitute
         with contextlib.ExitStack() as stack:
-            for mode in (capture.views.entered(), record.entered(), *modes, torch.enable_grad()):
+            for mode in (
+                *(capture.views.entered(), record.entered(), calls),
+                torch.enable_grad(),
+            ):
                 stack.enter_context(mode)
             known = Replication(
                 capture.graph,
@@ -187,9 +188,10 @@ def trace(
             )
             with known.entered():
                 demands = body(blocks, axis)
-            capture.executions.end()
             demands = [d._replace(block=capture.substitute(d.block)) for d in demands]
-            return known.settle(demands)
+            outputs = known.settle(demands)
+            capture.end()
+            return outputs
 
     enclosing_depth = depth()
 
@@ -206,17 +208,23 @@ def trace(
         return capture.on_enter_transform(find(tensor))
 
     leaves = Leaves(capture) if needs_leaves(device) else None
-    substitute = SubstituteLeaves(find, leaves) if leaves else Substitute(find, on_enter_transform)
+    mapped = find if enclosing_depth else as_it_is
+    calls = (
+        CallsWithLeaves(mapped, leaves)
+        if leaves
+        else TracedCalls(capture, mapped, on_enter_transform)
+    )
     kinds = [((), torch.int64), *((i.shape, i.dtype) for i in inputs)]
     with _lock, clean_grads(capture) as leftover:
-        graph = recorded(flat, kinds, fake_mode, device)
+        graph = recorded(flat, kinds, fake_mode, device, capture)
     leftover += leaves.gradients() if leaves else []
     seconds = time.monotonic() - begin
     drop_unread(graph)
     often = repeated(graph)
     refuse_lost_gradients(graph, leftover)
-    refuse_lost_writes(graph, capture)
-    order_placeholders(graph, capture.nodes)
+    capture.refuse_lost_writes()
+    refuse_lost_writes(capture)
+    capture.place(1)
     writes_inputs = protect_inputs(graph)
     clean(graph)
     uses_index = drop_unused_index(graph)
@@ -229,7 +237,7 @@ def trace(
     traced = Traced(
         graph=graph,
         uses_index=uses_index,
-        captured=tuple(capture.captured),
+        captured=tuple(capture.tensors),
         pinned=(*capture.pinned, *(tensor for tensor, *_ in capture.read)),
         shapes=tuple(tuple(output.shape) for output in outputs),
         dtypes=tuple(output.dtype for output in outputs),
@@ -257,6 +265,7 @@ def recorded(
     inputs: Sequence[tuple[Sequence[int], torch.dtype]],
     fake_mode: Any,
     device: torch.device,
+    closure: Closure | None = None,
 ) -> torch.fx.GraphModule:
     """The graph of a function of fake tensors of these shapes and dtypes; raises ``Untraceable`` if
     it cannot become one.
@@ -268,7 +277,7 @@ def recorded(
         arguments = [new_fake(fake_mode, shape, dtype, device) for shape, dtype in inputs]
         with fake_mode, whole():
             try:
-                return graph_of(fun, arguments)
+                return graph_of(fun, arguments, closure)
             except Exception as error:
                 verdict = _untraceable(error)
                 if verdict is None:

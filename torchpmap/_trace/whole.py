@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import FakeTensorMode
-from torchpmap._trace.capture import KeepData
 from torchpmap._trace.graphs import drop_dead, output_of, results_of, writes
 from torchpmap._trace.optimizers import Numbers, Optimizers
 from torchpmap._trace.passes import clean, protect_inputs
@@ -103,7 +102,6 @@ def trace_whole(
     """
     record = Record()
     capture = WholeCapture(FakeTensorMode(allow_non_fake_inputs=True), device, record, hook)
-    keep = KeepData(capture)
     optimizers = Optimizers(capture, known)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
     found: list[_Found] = []
@@ -111,9 +109,8 @@ def trace_whole(
     def flat(*given: torch.Tensor) -> list[torch.Tensor]:
         with ExitStack() as stack:
             for mode in (
-                *(capture.views.entered(), record.entered(), capture, keep),
-                *(Replace(capture, keep), grad_mode, optimizers.watched()),
-                streams(seed, None, "different"),
+                *(capture.views.entered(), record.entered(), Replace(capture), grad_mode),
+                *(optimizers.watched(), streams(seed, None, "different")),
             ):
                 stack.enter_context(mode)
             for real, x in zip(arguments, given, strict=True):
@@ -127,8 +124,8 @@ def trace_whole(
             optimizers.check()
             for numbers in optimizers.numbers:
                 numbers.write_next()
-            states = [*capture.captured, *arguments]
-            stand_ins = [capture.stand_ins[id(x)] for x in capture.captured]
+            states = [*capture.tensors, *arguments]
+            stand_ins = [capture.stand_ins[id(x)] for x in capture.tensors]
             leaves = list(capture.leaves.values())
             grads = [leaf.gradient() for leaf in leaves]
             refuse_others(results, [*stand_ins, *given, *grads])
@@ -136,6 +133,7 @@ def trace_whole(
             through = [k for k, answer in enumerate(answers) if answer is True]
             ends = [results[k] for k in through]
             cotangents, pulled = pulled_back(capture, ends, given)
+        capture.end()
         overwritten = {k: text for k, text in enumerate(answers) if isinstance(text, str)}
         done = returned, len(results), states, leaves, grads
         found.append(_Found(*done, through, overwritten, cotangents, pulled))
@@ -144,7 +142,7 @@ def trace_whole(
             return [x.detach() for x in (*results, *stand_ins, *given, *kept)]
 
     kinds = [(tuple(x.shape), x.dtype) for x in arguments]
-    graph = recorded(flat, kinds, capture._fake_mode, device)
+    graph = recorded(flat, kinds, capture._fake_mode, device, capture)
     graph = _functional(graph, capture, record)
     return _effects(graph, capture, optimizers, found[-1])
 
@@ -174,8 +172,7 @@ def _functional(graph: GraphModule, capture: WholeCapture, record: Record) -> Gr
     for node in reversed(list(nodes)):  # what Optimizer.step tells the profiler
         if getattr(node.target, "namespace", "") == "profiler" and not node.users:
             graph.graph.erase_node(node)
-    for node in reversed(capture.nodes):
-        next(iter(nodes)).prepend(node)
+    capture.place(0)
     clean(graph)
     if writes(graph.graph):
         protect_inputs(graph)
@@ -189,7 +186,7 @@ def _effects(
 ) -> WholeTrace:
     """Of the results, keep those that tell of an effect; of what is captured, what is used."""
     outputs, num, states = results_of(graph.graph), found.num_results, found.states
-    places, closed_over = split_off(graph, capture.captured, found.cotangents)
+    places, closed_over = split_off(graph, capture.tensors, found.cotangents)
     given = places[len(closed_over) :]
     before = [*places[: len(states) - len(given)], *given]  # not what only the backward pass meets
     changed = _written(states, before, outputs[num:])
