@@ -35,8 +35,8 @@ from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_groups import group_named
 from torchpmap._base.torch_internals import forward_level, keep_in_order
 from torchpmap._collectives import pbroadcast, pmax
-from torchpmap._collectives.backend import c10d
 from torchpmap._layout import axis_stack
+from torchpmap._trace.agreement import gathered
 
 _SLOT = re.compile("\0(\\d+)\0")
 _AS_REPR = "!r"
@@ -144,13 +144,8 @@ def show(fmt: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bo
     _Show.apply(how, *indices, *formatter.tensors)
 
 
-class _Show(torch.autograd.Function):
-    @staticmethod
-    def forward(how: _Lines, *tensors: torch.Tensor) -> torch.Tensor:
-        torch.ops.torchpmap.debug_print(
-            how.template, how.specs, how.names, how.batch, how.groups, tensors
-        )
-        return torch.zeros(())  # torch.func wants a tensor
+class _Effect(torch.autograd.Function):
+    """Runs on values; what transforms do to these is no part of it."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -163,6 +158,15 @@ class _Show(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         return None
+
+
+class _Show(_Effect):
+    @staticmethod
+    def forward(how: _Lines, *tensors: torch.Tensor) -> torch.Tensor:
+        torch.ops.torchpmap.debug_print(
+            how.template, how.specs, how.names, how.batch, how.groups, tensors
+        )
+        return torch.zeros(())  # torch.func wants a tensor
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], how: _Lines, *tensors: torch.Tensor) -> Any:
@@ -255,21 +259,10 @@ def _collected(entries: _Entries, group: str, device: torch.device) -> _Entries:
     axis_stack.record(("print", "", group))
     process_group = group_named(group)
     size, first = process_group.size(), process_group.rank() == 0
-    data = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(device)
-
-    def gathered(x: torch.Tensor) -> torch.Tensor:
-        every = c10d.wait_tensor(c10d.all_gather_into_tensor(x, size, group))
-        return every.cpu()
-
-    lengths = gathered(torch.tensor([len(data)], device=device)).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    padded[: len(data)] = data
-    rows = gathered(padded).view(size, -1)
-    if not first:
-        return []
-    return [
-        e for row, n in zip(rows, lengths, strict=True) for e in json.loads(bytes(row[:n].tolist()))
-    ]
+    text = json.dumps(entries).encode()
+    lengths = gathered(len(text).to_bytes(8), 8, size, group, device)
+    rows = gathered(text, max(map(int.from_bytes, lengths)), size, group, device)
+    return [entry for row in rows for entry in json.loads(row)] if first else []
 
 
 def prints(graph: torch.fx.GraphModule) -> bool:
@@ -328,23 +321,11 @@ def check_equal(distance: torch.Tensor, message: str) -> None:
     _Check.apply(message, distance)
 
 
-class _Check(torch.autograd.Function):
+class _Check(_Effect):
     @staticmethod
     def forward(message: str, distance: torch.Tensor) -> torch.Tensor:
         torch.ops.torchpmap.debug_check(distance, message)
         return torch.zeros(())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], message: str, distance: torch.Tensor) -> Any:

@@ -80,6 +80,16 @@ def inner_modules(node: Node) -> list[GraphModule]:
     return [value for value in values if isinstance(value, GraphModule)]
 
 
+def all_modules(module: GraphModule) -> list[GraphModule]:
+    """A graph and those inside it."""
+    return [each for each in module.modules() if isinstance(each, GraphModule)]
+
+
+def all_nodes(module: GraphModule) -> list[Node]:
+    """The nodes of a graph and of those inside it."""
+    return [node for each in all_modules(module) for node in each.graph.nodes]
+
+
 def copied(graph: Graph) -> Graph:
     copy = Graph()
     copy.output(copy.graph_copy(graph, {}))

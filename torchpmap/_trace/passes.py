@@ -15,6 +15,8 @@ from torchpmap._collectives.backend import c10d
 from torchpmap._layout.axis_stack import is_of_one
 from torchpmap._trace.graphs import (
     Closure,
+    all_modules,
+    all_nodes,
     compute,
     drop_dead,
     kind_of_node,
@@ -227,9 +229,7 @@ def drop_unused_index(graph: torch.fx.GraphModule) -> bool:
 
 def names_in(graph: torch.fx.GraphModule) -> list[str]:
     """Every text among the arguments of a graph, and of the graphs inside it, once."""
-    modules = [each for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
-    texts = (text for each in modules for node in each.graph.nodes for text in texts_in(node))
-    return list(dict.fromkeys(texts))
+    return list(dict.fromkeys(text for node in all_nodes(graph) for text in texts_in(node)))
 
 
 def input_kinds(graph: torch.fx.GraphModule) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
@@ -238,9 +238,8 @@ def input_kinds(graph: torch.fx.GraphModule) -> tuple[tuple[tuple[int, ...], tor
 
 
 def finish_graph(graph: torch.fx.GraphModule) -> None:
-    for module in graph.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
-                keep_only_places(node)  # fake tensors do not travel
-            module.graph.lint()
-            module.recompile()
+    for module in all_modules(graph):
+        for node in module.graph.nodes:
+            keep_only_places(node)  # fake tensors do not travel
+        module.graph.lint()
+        module.recompile()

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torchpmap._base.sources import PACKAGE, STDLIB, is_users, line
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace import recording
-from torchpmap._trace.graphs import inner_modules
+from torchpmap._trace.graphs import all_modules, inner_modules
 
 LIMIT = 200
 """How often a line may make the same operation without a word about it: or once for every input,
@@ -159,9 +159,9 @@ def repeated(graph: GraphModule) -> Repeated | None:
     """
     inputs = len(graph.graph.find_nodes(op="placeholder"))
     most = Repeated("", max(LIMIT, inputs), "")
-    for module in graph.modules():
+    for module in all_modules(graph):
         counts: dict[Any, tuple[int, int]] = {}  # number of executions, and the latest
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+        for node in module.graph.nodes:
             place = node.meta.get(_PLACE)
             if place is None:
                 continue

@@ -17,7 +17,7 @@ from torchpmap._plan.collectives import groups_of
 from torchpmap._trace.boxed import Boxed
 from torchpmap._trace.compile import Backend, Definition, compile_definition, parse_compile
 from torchpmap._trace.effects import distance, wide
-from torchpmap._trace.graphs import copied_whole, written_by
+from torchpmap._trace.graphs import all_modules, copied_whole, written_by
 from torchpmap._trace.repetition import place_of
 from torchpmap.debug._lockstep import (
     Lockstep,
@@ -125,8 +125,8 @@ def in_dtype(dtype: torch.dtype) -> Variant:
         lockstep: Lockstep, graph: GraphModule, inputs: list[Values], ranks: Sequence[int]
     ) -> Steps:
         graph = copied_whole(graph)
-        for module in graph.modules():
-            for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+        for module in all_modules(graph):
+            for node in module.graph.nodes:
                 if node.op == "get_attr":
                     setattr(module, node.target, changed(getattr(module, node.target)))
                 elif node.target is _BITS:
