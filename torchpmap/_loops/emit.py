@@ -43,6 +43,8 @@ from torchpmap._trace.capture import is_real
 from torchpmap._trace.graphs import (
     GRAPHS,
     Closure,
+    current_capture,
+    current_closure,
     drop_dead,
     output_of,
     placeholders,
@@ -86,8 +88,7 @@ class _Reads(Closure):
     """Gives each tensor from outside that meets an operation of a body an input of its graph."""
 
     def __init__(self) -> None:
-        outer = _closure()
-        super().__init__(None if outer is None else outer.capture)
+        super().__init__(current_capture())
 
     def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.capture is not None:
@@ -115,11 +116,6 @@ class _Reads(Closure):
                 node.meta["is_read"] = True
             track(self.tracer, tensor, node)
         return tensor
-
-
-def _closure() -> Closure | None:
-    """That of the graph that is being traced; torch's own tracer has none."""
-    return getattr(tracing_mode(), "closure", None)
 
 
 def inner(body: Callable[..., Tensors], kinds: Sequence[Kind], axes: Sequence[Axes] = ()) -> Inner:
@@ -288,7 +284,7 @@ def operands(tensors: Tensors, beside: Tensors = ()) -> list[torch.Tensor]:
     """Tensors as the graph that is being traced knows them, contiguous, and sharing no memory with
     each other or with those ``beside`` them, which torch forbids.
     """
-    closure = _closure()
+    closure = current_closure()
     used = {x.untyped_storage()._cdata for x in beside}
     found = []
     for tensor in tensors:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -27,9 +27,11 @@ from torchpmap._base.torch_internals import (
     ENTRIES,
     EXITS,
     FakeTensor,
+    FakeTensorMode,
     OpOverload,
     innermost,
     is_wrapped,
+    new_fake,
     no_torch_dispatch,
     node_of,
     outside_modes,
@@ -56,18 +58,11 @@ class SettingChanged(Exception):
 class Capture(Closure):
     """Gives every real tensor that meets a traced operation a placeholder of its own."""
 
-    def __init__(
-        self,
-        fake_mode: Any,
-        make_fake: Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor],
-        device: torch.device,
-        record: Record,
-    ) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(self)
-        self.record = record
-        self._fake_mode = fake_mode
+        self.record = Record()
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._settings = Unchanged()
-        self.make_fake = make_fake
         self.device = device
         self.pinned: list[Any] = []
         """Tensors whose value was read, and a ``ReadProperty`` for each other property."""
@@ -82,6 +77,8 @@ class Capture(Closure):
         self.grads_before: dict[int, torch.Tensor | None] = {}
         self.executions = Executions()
         self.views = TracedViews()
+        self.replication: Any = None
+        """``Replication`` of the trace, if it is asked which values are the same on all devices."""
         self.is_over = False
         """Whether what is traced now is no more the function's."""
 
@@ -161,7 +158,7 @@ class Capture(Closure):
     def _refuse(self, value: Any) -> None:
         """Raise for a tensor from outside that cannot be on devices."""
         if isinstance(value, torch.Tensor) and (
-            is_real(value) or getattr(value, "fake_mode", None) is not self._fake_mode
+            is_real(value) or getattr(value, "fake_mode", None) is not self.fake_mode
         ):
             reason = oddity(value) or absence(value)
             if reason is not None:
@@ -170,7 +167,7 @@ class Capture(Closure):
 
     def _stand_in(self, real: torch.Tensor) -> torch.Tensor:
         self._refuse(real)
-        stand_in = self.make_fake(real.shape, real.dtype, self.device)
+        stand_in = new_fake(self.fake_mode, real.shape, real.dtype, self.device)
         node = self.graph.placeholder(f"captured_{len(self.nodes)}")
         track(self.tracer, stand_in, node)
         self.nodes.append(node)

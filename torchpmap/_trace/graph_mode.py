@@ -33,6 +33,7 @@ from torchpmap._base.torch_internals import (
     HigherOrderOperator,
     LazyGraphModule,
     is_composite,
+    new_fake,
     node_of,
     track,
 )
@@ -143,7 +144,7 @@ class GraphMode(ProxyTorchDispatchMode):
         """Hide that a value is known: torch would run the operation now, in this process alone."""
         if not isinstance(value, FakeTensor) or value.constant is None or self._capture is None:
             return value
-        unknown = self._capture.make_fake(value.shape, value.dtype, value.device)
+        unknown = new_fake(value.fake_mode, value.shape, value.dtype, value.device)
         node = node_of(self.tracer, value)
         assert node is not None
         track(self.tracer, unknown, node)

@@ -21,6 +21,7 @@ from torchpmap._base.torch_internals import (
     OpOverload,
     outside_modes,
     outside_transforms,
+    tracing_mode,
     written_values,
 )
 
@@ -60,6 +61,17 @@ class Closure:
         given = [node for node in placeholders(self.graph) if node not in made][:count]
         for node in reversed(self.nodes):
             (given[-1] if given else self.graph._root).append(node)
+
+
+def current_closure() -> Closure | None:
+    """That of the graph that is being traced; torch's own tracer has none."""
+    return getattr(tracing_mode(), "closure", None)
+
+
+def current_capture() -> Any:
+    """The ``Capture`` of the trace that runs in this thread, or None."""
+    closure = current_closure()
+    return None if closure is None else closure.capture
 
 
 def kind_of_node(node: Node) -> str:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +22,6 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 
-from torchpmap._base.context import assigned
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.torch_internals import (
     OpOverload,
@@ -35,7 +32,7 @@ from torchpmap._base.torch_internals import (
     tracing_mode,
 )
 from torchpmap._base.torch_versions import checkpoint_bracket
-from torchpmap._trace.graphs import call, drop_dead, placeholders
+from torchpmap._trace.graphs import call, current_capture, drop_dead, placeholders
 from torchpmap._trace.repetition import keep_places
 from torchpmap.random._streams import active_streams
 
@@ -44,8 +41,6 @@ _SAVED = (
     torch_checkpoint.CheckpointPolicy.MUST_SAVE,
     torch_checkpoint.CheckpointPolicy.PREFER_SAVE,
 )
-
-_current: ContextVar[Record | None] = ContextVar("torchpmap_record", default=None)
 
 # -- while a function runs -------------------------------------------------------------------------
 
@@ -79,10 +74,6 @@ class Record:
         self.backward: dict[Node, int] = {}
         """Operations of a backward pass -> number of the autograd node that they belong to."""
         self._open: list[Region] = []
-
-    def entered(self) -> AbstractContextManager[None]:
-        """In the block, checkpoints are recorded here."""
-        return assigned(_current, self)
 
     @contextlib.contextmanager
     def operation(self, graph: Graph) -> Iterator[None]:
@@ -153,9 +144,9 @@ def _bracket(own: Callable[..., Generator[None]], context_fn: Callable[[], Any])
     streams = active_streams()
     if streams is None:
         return own()
-    record = _current.get()
-    if record is not None and tracing_mode() is not None:
-        return _traced(record, context_fn)
+    capture = current_capture()
+    if capture is not None:
+        return _traced(capture.record, context_fn)
     if tracing_mode() is not None or has_transforms():
         return _plain(context_fn)
 

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.fx import Graph, Node
 
-from torchpmap._base.context import assigned
 from torchpmap._base.storages import storage_number
 from torchpmap._base.torch_internals import (
     innermost,
@@ -37,6 +34,7 @@ from torchpmap._trace.graphs import (
     COND,
     SCAN,
     WHILE,
+    current_capture,
     inner_graphs,
     kind_of_node,
     placeholders,
@@ -249,10 +247,6 @@ class Replication:
         self._varying: dict[Partition, tuple[int, set[Node]]] = {}
         """Per lines: the length of the graph, and the nodes that may differ."""
 
-    def entered(self) -> AbstractContextManager[None]:
-        """A block in which ``is_same`` knows of this trace."""
-        return assigned(_known, self)
-
     def settle(self, demands: Sequence[Demand]) -> list[torch.Tensor]:
         """The outputs.  Blocks that must be the same but may differ are broadcast from the first
         device, or refused.
@@ -290,12 +284,10 @@ class Replication:
         return found
 
 
-_known: ContextVar[Replication | None] = ContextVar("torchpmap_replication", default=None)
-
-
 def is_same(value: torch.Tensor, parts: Parts) -> bool:
     """Whether it is proved, before anything runs, that a value is the same along a bound axis."""
-    known = _known.get()
+    capture = current_capture()
+    known: Replication | None = None if capture is None else capture.replication
     for part in parts:
         if part.group is None:
             level = level_of(part.index)

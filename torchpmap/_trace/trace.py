@@ -18,7 +18,6 @@ trace, not with the package.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import time
@@ -35,7 +34,6 @@ from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.sources import is_users, line, users_line
 from torchpmap._base.torch_errors import needs_a_value
 from torchpmap._base.torch_internals import (
-    FakeTensorMode,
     depth,
     forward_level,
     innermost,
@@ -57,7 +55,7 @@ from torchpmap._trace.capture import (
     is_real,
 )
 from torchpmap._trace.chunks import unroll_short_scans
-from torchpmap._trace.graphs import Closure, results_of, writes
+from torchpmap._trace.graphs import results_of, writes
 from torchpmap._trace.idioms import idiom
 from torchpmap._trace.leaves import CallsWithLeaves, Leaves, needs_leaves
 from torchpmap._trace.partition import Halves, split
@@ -72,7 +70,7 @@ from torchpmap._trace.passes import (
     refuse_lost_gradients,
     refuse_lost_writes,
 )
-from torchpmap._trace.remat import Record, rematerialize, without_writes
+from torchpmap._trace.remat import rematerialize, without_writes
 from torchpmap._trace.repetition import Repeated, repeated
 from torchpmap._trace.replication import Demand, Replication
 from torchpmap._trace.seeds import generator_kept
@@ -153,7 +151,6 @@ def trace(
     cotangents.  ``ordered``: whether the graph runs as it is.
     """
     begin = time.monotonic()
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     groups: dict[str, Partition] = {}
 
     def subgroup(partition: Partition) -> str:
@@ -161,8 +158,8 @@ def trace(
         groups[name] = partition
         return name
 
-    record = Record()
-    capture = Capture(fake_mode, functools.partial(new_fake, fake_mode), device, record)
+    capture = Capture(device)
+    record = capture.record
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = run(index, blocks)
@@ -173,21 +170,15 @@ def trace(
 
     def run(index: torch.Tensor, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        with contextlib.ExitStack() as stack:
-            for mode in (
-                *(capture.views.entered(), record.entered(), calls),
-                torch.enable_grad(),
-            ):
-                stack.enter_context(mode)
-            known = Replication(
+        with capture.views.entered(), calls, torch.enable_grad():
+            known = capture.replication = Replication(
                 capture.graph,
                 [i.blocks for i in inputs],
                 lambda: [] if same_closures else capture.nodes,
                 ChainMap(groups, {group: peers(axis)}),
                 capture.node_of,
             )
-            with known.entered():
-                demands = body(blocks, axis)
+            demands = body(blocks, axis)
             demands = [d._replace(block=capture.substitute(d.block)) for d in demands]
             outputs = known.settle(demands)
             capture.end()
@@ -216,7 +207,7 @@ def trace(
     )
     kinds = [((), torch.int64), *((i.shape, i.dtype) for i in inputs)]
     with _lock, clean_grads(capture) as leftover:
-        graph = recorded(flat, kinds, fake_mode, device, capture)
+        graph = recorded(flat, kinds, capture)
     leftover += leaves.gradients() if leaves else []
     seconds = time.monotonic() - begin
     drop_unread(graph)
@@ -263,13 +254,12 @@ def trace(
 def recorded(
     fun: Callable[..., Sequence[torch.Tensor]],
     inputs: Sequence[tuple[Sequence[int], torch.dtype]],
-    fake_mode: Any,
-    device: torch.device,
-    closure: Closure | None = None,
+    capture: Capture,
 ) -> torch.fx.GraphModule:
     """The graph of a function of fake tensors of these shapes and dtypes; raises ``Untraceable`` if
     it cannot become one.
     """
+    device, fake_mode = capture.device, capture.fake_mode
     import_dynamo()
     from torchpmap._trace.graph_mode import graph_of
 
@@ -277,7 +267,7 @@ def recorded(
         arguments = [new_fake(fake_mode, shape, dtype, device) for shape, dtype in inputs]
         with fake_mode, whole():
             try:
-                return graph_of(fun, arguments, closure)
+                return graph_of(fun, arguments, capture)
             except Exception as error:
                 verdict = _untraceable(error)
                 if verdict is None:

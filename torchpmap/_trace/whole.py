@@ -25,11 +25,10 @@ from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
 from torchpmap._base.sources import users_line
-from torchpmap._base.torch_internals import FakeTensorMode
 from torchpmap._trace.graphs import drop_dead, output_of, results_of, writes
 from torchpmap._trace.optimizers import Numbers, Optimizers
 from torchpmap._trace.passes import clean, protect_inputs
-from torchpmap._trace.remat import Record, without_writes
+from torchpmap._trace.remat import without_writes
 from torchpmap._trace.trace import recorded
 from torchpmap._trace.traced_views import settle
 from torchpmap._trace.transform_rules import TransformRules
@@ -100,8 +99,7 @@ def trace_whole(
         seed: stands for the key of the random numbers of a call.
         known: optimizers that the function reaches.
     """
-    record = Record()
-    capture = WholeCapture(FakeTensorMode(allow_non_fake_inputs=True), device, record, hook)
+    capture = WholeCapture(device, hook)
     optimizers = Optimizers(capture, known)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
     found: list[_Found] = []
@@ -109,7 +107,7 @@ def trace_whole(
     def flat(*given: torch.Tensor) -> list[torch.Tensor]:
         with ExitStack() as stack:
             for mode in (
-                *(capture.views.entered(), record.entered(), Replace(capture), grad_mode),
+                *(capture.views.entered(), Replace(capture), grad_mode),
                 *(optimizers.watched(), streams(seed, None, "different")),
             ):
                 stack.enter_context(mode)
@@ -142,8 +140,8 @@ def trace_whole(
             return [x.detach() for x in (*results, *stand_ins, *given, *kept)]
 
     kinds = [(tuple(x.shape), x.dtype) for x in arguments]
-    graph = recorded(flat, kinds, capture._fake_mode, device, capture)
-    graph = _functional(graph, capture, record)
+    graph = recorded(flat, kinds, capture)
+    graph = _functional(graph, capture)
     return _effects(graph, capture, optimizers, found[-1])
 
 
@@ -166,7 +164,7 @@ class _Found(NamedTuple):
     """What each leaf gets from them; empty if there are none."""
 
 
-def _functional(graph: GraphModule, capture: WholeCapture, record: Record) -> GraphModule:
+def _functional(graph: GraphModule, capture: WholeCapture) -> GraphModule:
     """The graph without writes, with what is captured before the arguments."""
     nodes = graph.graph.nodes
     for node in reversed(list(nodes)):  # what Optimizer.step tells the profiler
@@ -176,7 +174,7 @@ def _functional(graph: GraphModule, capture: WholeCapture, record: Record) -> Gr
     clean(graph)
     if writes(graph.graph):
         protect_inputs(graph)
-        graph = without_writes(graph, record)
+        graph = without_writes(graph, capture.record)
         clean(graph)
     return graph
 

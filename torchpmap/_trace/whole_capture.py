@@ -23,14 +23,12 @@ from torchpmap._base.torch_internals import (
     BACKWARD,
     function_modes,
     is_wrapped,
-    new_fake,
     outside_modes,
     outside_transforms,
     torch_function_off,
 )
 from torchpmap._base.torch_versions import applying
 from torchpmap._trace.capture import Capture, TracedCalls, here, is_real
-from torchpmap._trace.remat import Record
 from torchpmap._trace.untraceable import Untraceable
 
 Hook = Callable[[torch.Tensor, torch.Tensor], None]
@@ -82,8 +80,8 @@ class Leaf:
 class WholeCapture(Capture):
     """Makes the stand-in of a leaf of autograd a leaf."""
 
-    def __init__(self, fake_mode: Any, device: torch.device, record: Record, hook: Hook) -> None:
-        super().__init__(fake_mode, functools.partial(new_fake, fake_mode), device, record)
+    def __init__(self, device: torch.device, hook: Hook) -> None:
+        super().__init__(device)
         self._hook = hook
         self.leaves: dict[int, Leaf] = {}
         """By the id of the stand-in."""
