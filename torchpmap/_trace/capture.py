@@ -86,7 +86,7 @@ class Capture(Closure):
         self.is_over = True
         self.executions.end()
 
-    def refuse_lost_writes(self) -> None:
+    def refuse_writes_by_python(self) -> None:
         """Raise if Python code wrote to the memory of a tensor from outside."""
         for real, held, name in self.read:
             if not held.same():

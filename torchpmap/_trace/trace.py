@@ -213,7 +213,7 @@ def trace(
     drop_unread(graph)
     often = repeated(graph)
     refuse_lost_gradients(graph, leftover)
-    capture.refuse_lost_writes()
+    capture.refuse_writes_by_python()
     refuse_lost_writes(capture)
     capture.place(1)
     writes_inputs = protect_inputs(graph)
