@@ -1,4 +1,4 @@
-"""List models of others that ``tp.jit`` runs, and what devices exchange for them.
+"""List the operations of models of others, and how ``tp.jit`` runs them.
 
     python docs/list_operations.py > docs/operations.md
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import torchpmap as tp
 from torchpmap._base.torch_internals import OpOverload
-from torchpmap._sharded.spread import Spread
+from torchpmap._sharded.spread import Spread, Value
 
 SIZE, WIDTH = 64, 125
 PICTURES = (torch.zeros(8, 3, SIZE, SIZE), torch.zeros(8, dtype=torch.long))
@@ -96,22 +96,20 @@ MODELS: dict[str, Make] = {
 }
 
 
-found: collections.Counter[str] = collections.Counter()
-"""How often an operation was written."""
-sent: set[str] = set()
-"""Operations for which devices exchange their operands."""
+found: collections.Counter[tuple[str, str]] = collections.Counter()
+"""How often an operation was written in a way."""
 _own = Spread._written
 
 
 def noted(self: Spread, node: torch.fx.Node) -> Any:
-    """Write a node for a device, and note it."""
+    """Write a node for a device, and note how."""
     before = len(self.reshards)
     result = _own(self, node)
     if isinstance(node.target, OpOverload):
-        name = node.target.overloadpacket.__name__
-        found[name] += 1
-        if len(self.reshards) > before:
-            sent.add(name)
+        values = [self._values.get(source) for source in node.all_input_nodes]
+        is_cut = any(isinstance(value, Value) and value.cut for value in values)
+        how = "sent" if len(self.reshards) > before else "blocks" if is_cut else "equal"
+        found[node.target.overloadpacket.__name__, how] += 1
     return result
 
 
@@ -129,50 +127,71 @@ def step_of(model: torch.nn.Module) -> Callable[..., torch.Tensor]:
     return step
 
 
+def listed(names: list[str]) -> str:
+    return textwrap.fill(", ".join(f"`{name}`" for name in names), WIDTH)
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     tp.init(4, device_type="cpu")
     Spread._written = noted  # type: ignore[method-assign]
-    rows = collections.defaultdict(list)
+    rows, every = [], collections.defaultdict(set)
     for name, make in MODELS.items():
         found.clear()
-        sent.clear()
         model, batch = make()
         tp.replicate(model)
         tp.jit(step_of(model), fullgraph=True).lower(*tp.shard_batch(batch))
-        names = ", ".join(f"`{operation}`" for operation in sorted(sent))
-        library, _, kind = name.partition(" ")
-        rows[library, names or "-"].append(f"{kind} ({found.total():,})")
+        for operation, how in found:
+            every[how].add(operation)
+        sent = listed(sorted(operation for operation, how in found if how == "sent"))
+        kinds = len({operation for operation, _ in found})
+        rows.append(f"| {name} | {found.total():,} | {kinds} | {sent or '-'} |")
     libraries = ("torch", "torchvision", "timm", "transformers")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in libraries)
-    table = [f"| {key[0]} | {', '.join(models)} | {key[1]} |" for key, models in rows.items()]
-    texts = {"introduction": INTRODUCTION.format(versions=versions), "reasons": REASONS}
+    parts = {"blocks": every["blocks"], "equal": every["equal"] - every["blocks"]}
+    lists = {how: listed(sorted(operations)) for how, operations in parts.items()}
+    texts = {
+        "introduction": INTRODUCTION.format(versions=versions),
+        "reasons": REASONS,
+        "equal_values": EQUAL,
+    }
     texts = {name: textwrap.fill(text, WIDTH) for name, text in texts.items()}
-    print(PAGE.format(rows="\n".join(table), **texts), end="")
+    print(PAGE.format(rows="\n".join(rows), **texts, **lists), end="")
 
 
 INTRODUCTION = (
     "Made by `docs/list_operations.py` with {versions}. A training step of each model, with SGD, "
     "was traced by [`tp.jit`](training.md) with `fullgraph=True`, with replicated parameters and a "
-    "batch that is cut over four devices. Nothing was changed in the models. In brackets: how many "
-    "operations the step has. *Sent around*: those whose operands could not be taken as they "
-    "lie, so that devices exchange them (`step.lower(x, y).resharded` names the lines). All others "
-    "run on blocks, without communication but for sums, or on values that are equal on all devices."
+    "batch that is cut over four devices. Nothing was changed in the models. *Operations* are "
+    "those of the whole step; *sent around* are those whose operands could not be taken as they "
+    "lie, so that devices exchange them (`step.lower(x, y).resharded` names the lines)."
 )
 REASONS = (
     "`index` picks the last token of each row. `as_strided` belongs to the pooling of pictures "
     "that are stored channels last."
+)
+EQUAL = (
+    "These met only values that are equal on all devices, and every device computes them for "
+    "itself (masks, positions, random numbers, parameters in the optimizer):"
 )
 PAGE = """\
 # Models of others
 
 {introduction}
 
-| library | models | sent around |
-|---|---|---|
+| model | operations | kinds | sent around |
+|---|---|---|---|
 {rows}
 
 {reasons}
+
+These operations run on blocks, without communication but for sums:
+
+{blocks}
+
+{equal_values}
+
+{equal}
 """
 
 

@@ -23,7 +23,7 @@ read, these are used elsewhere: attributes of ``CustomOpDef`` (``_trace/custom_o
 ``_trace/transform_rules``), parts of an operator's name (``_trace/pickling``, ``_trace/compile``,
 ``_trace/transform_rules``, ``_sharded/rules/table``), ``storage._cdata`` (``_trace/trace``,
 ``_trace/buckets``, ``_trace/partition``, ``_transforms/inline``), ``tensor._version``
-(``_base/contents``), ``graph._root`` (``_trace/remat``, ``_trace/repetition``),
+(``_base/contents``), ``graph._root`` (``_trace/graphs``, ``_trace/remat``, ``_trace/repetition``),
 ``node._sequence_nr()`` (``_trace/remat``), ``_torchdynamo_orig_callable`` (``_trace/pickling``) and
 ``optimizer._init_group`` (``_base/optimizers``).
 """
@@ -193,9 +193,8 @@ def nested_jvp() -> Iterator[None]:
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Its subclasses get every operation below autograd, while they are active."""
 
-dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
-"""The active modes with ``__torch_dispatch__`` (``__torch_function__``), the outermost first."""
+"""The active modes with ``__torch_function__``, the outermost first."""
 
 outside_modes = _python_dispatch._disable_current_modes
 """A block that no dispatch mode sees."""
@@ -301,8 +300,6 @@ FakeTensor = fake_tensor.FakeTensor
 """A tensor with a shape and a device, but no values."""
 
 FakeTensorMode = fake_tensor.FakeTensorMode
-outside_fake_mode = fake_tensor.unset_fake_temporarily
-"""A block in which no ``FakeTensorMode`` is active."""
 
 
 def new_fake(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -147,20 +147,28 @@ class _Applying:
         setattr(torch.autograd.Function, "apply", value)  # noqa: B010 (a class, to mypy)
 
 
-def applying(found: Callable[[Any], Any]) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """(owner, name, what makes the replacement) of what is replaced, so that functions without
-    a ``setup_context`` get ``found(argument)`` too; empty where ``function_entry`` does it.
+def apply_entry(
+    arguments: Callable[[Any, Any], Iterable[Any]],
+) -> tuple[Any, str, Callable[[Any], Any]]:
+    """(owner, name, what makes the replacement) of what is replaced, so that ``apply`` of every
+    ``autograd.Function`` gets ``arguments(class, args)``.
     """
-    if not hasattr(function, "_bind_default_args"):
-        return []
 
     def make(own: Any) -> Any:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return own.__get__(None, cls)(*map(found, args), **kwargs)
+            return own.__get__(None, cls)(*arguments(cls, args), **kwargs)
 
         return classmethod(apply)
 
-    return [(_Applying(), "apply", make)]
+    return _Applying(), "apply", make
+
+
+def applying(found: Callable[[Any], Any]) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """What is replaced, so that functions without a ``setup_context`` get ``found(argument)`` too;
+    empty where ``function_entry`` does it.
+    """
+    is_entered = not hasattr(function, "_bind_default_args")
+    return [] if is_entered else [apply_entry(lambda cls, args: map(found, args))]
 
 
 # -- torch.utils.checkpoint ------------------------------------------------------------------------

@@ -4,7 +4,7 @@ A body may write in place to its carry, to a row or to an operand, and return it
 or a tensor that it closes over.  The value from before may still be needed: by the caller, by the
 rows of a vmap that are done, by the other branch, by a backward pass.  So a body gets copies, and
 what a loop or branch returns shares memory with nothing.  In a traced graph the copies that nothing
-needs are taken out again (``_trace/passes.drop_copies``).
+needs are taken out again (``_trace/passes.clean``).
 
 A write to what the body closes over cannot be kept, because a traced body runs once.  It is an
 error, in plain code too.

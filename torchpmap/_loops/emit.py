@@ -19,14 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import GraphModule, Node
 
-from torchpmap._base.errors import lost_write
-from torchpmap._base.pytree import map_tensors, tree_map
+from torchpmap._base.pytree import tree_map
 from torchpmap._base.sources import users_line
 from torchpmap._base.storages import memory_order
 from torchpmap._base.torch_internals import (
-    TorchDispatchMode,
     depth,
-    dispatch_modes,
     fake_mode,
     is_wrapped,
     new_fake,
@@ -39,21 +36,18 @@ from torchpmap._base.torch_internals import (
 )
 from torchpmap._collectives.varying import Axes, axes_of, set_axes
 from torchpmap._layout import axis_stack
-from torchpmap._trace.capture import Capture, is_real
+from torchpmap._trace.capture import is_real
 from torchpmap._trace.graphs import (
     GRAPHS,
-    copy_written,
-    is_kept,
+    Closure,
+    current_capture,
+    current_closure,
+    drop_dead,
     output_of,
     placeholders,
     results_of,
-    written_storages,
 )
-from torchpmap._trace.passes import (
-    drop_copies,
-    drop_detaches,
-    drop_in_place_views,
-)
+from torchpmap._trace.passes import clean, protect_inputs, refuse_lost_writes
 from torchpmap._trace.traced_views import traced_views
 
 _aten = torch.ops.aten
@@ -87,36 +81,16 @@ class Inner:
     """Per result: along which axes it varies."""
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(Closure):
     """Gives each tensor from outside that meets an operation of a body an input of its graph."""
 
-    supports_higher_order_operators = True
+    def __init__(self) -> None:
+        super().__init__(current_capture())
 
-    def __init__(self, tracer: Any) -> None:
-        super().__init__()
-        self._tracer = tracer
-        self.nodes: list[Node] = []
-        self.tensors: list[torch.Tensor] = []
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        mode = tracing_mode()
-        if mode is None or mode.tracer is not self._tracer:  # the body of a loop inside this one
-            return func(*args, **kwargs)
-        if func not in (_aten.lift_fresh.default, _aten.lift_fresh_copy.default):
-            args, kwargs = map_tensors(self.value, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def value(self, tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        if is_real(tensor):
-            tensor = _captured(tensor)
-        if is_real(tensor) or node_of(self._tracer, tensor) is not None:
+    def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.capture is not None:
+            tensor = self.capture.substitute(tensor)
+        if is_real(tensor) or node_of(self.tracer, tensor) is not None:
             return tensor
         if is_wrapped(tensor):
             raise RuntimeError(
@@ -124,7 +98,7 @@ class _Reads(TorchDispatchMode):
                 "than when it ran for the first time. It must do the same each time that it is "
                 "traced."
             )
-        graph = self._tracer.graph
+        graph = self.graph
         node = graph.placeholder(f"read_{len(self.nodes)}")
         self.nodes.append(node)
         self.tensors.append(tensor)
@@ -137,14 +111,8 @@ class _Reads(TorchDispatchMode):
                 back = [order.index(dim) for dim in range(len(order))]
                 node = graph.call_function(_aten.permute.default, (node, back))
                 node.meta["is_read"] = True
-            track(self._tracer, tensor, node)
+            track(self.tracer, tensor, node)
         return tensor
-
-
-def _captured(tensor: torch.Tensor) -> torch.Tensor:
-    capture = next((m for m in reversed(dispatch_modes()) if isinstance(m, Capture)), None)
-    found: torch.Tensor = tensor if capture is None else capture.substitute(tensor)
-    return found
 
 
 def inner(body: Callable[..., Tensors], kinds: Sequence[Kind], axes: Sequence[Axes] = ()) -> Inner:
@@ -153,15 +121,12 @@ def inner(body: Callable[..., Tensors], kinds: Sequence[Kind], axes: Sequence[Ax
     """
     from torchpmap._trace.graph_mode import graph_of
 
-    found: list[_Reads] = []
+    reads = _Reads()
     varying: list[Axes] = []
 
     def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        mode = tracing_mode()
-        assert mode is not None
-        found.append(_Reads(mode.tracer))
-        with found[-1] as reads, axis_stack.entering(depth() + 1, None):
-            results = [reads.value(x) for x in body(*tensors)]
+        with axis_stack.entering(depth() + 1, None):
+            results = [reads.substitute(x) for x in body(*tensors)]
         varying[:] = map(axes_of, results)
         used = {t.untyped_storage()._cdata for t in (*tensors, *reads.tensors)}
         fresh = []
@@ -178,8 +143,7 @@ def inner(body: Callable[..., Tensors], kinds: Sequence[Kind], axes: Sequence[Ax
     examples = [fake(*kind) for kind in kinds]
     for example, along in zip(examples, axes, strict=False):
         set_axes(example, along)
-    module = graph_of(flat, examples)
-    (reads,) = found
+    module = graph_of(flat, examples, reads)
     return _finished(module, reads, len(examples), tuple(varying))
 
 
@@ -199,20 +163,12 @@ def _finished(
     module: GraphModule, reads: _Reads, num_examples: int, varying: tuple[Axes, ...]
 ) -> Inner:
     graph = module.graph
-    _refuse_writes(module, reads)
+    refuse_lost_writes(reads, ", in the body of a loop or branch")
+    reads.place(num_examples)
     places = placeholders(graph)[:num_examples]
-    last = places[-1] if places else None
-    for node in reversed(reads.nodes):
-        if last is not None:
-            last.append(node)
-        else:
-            next(iter(graph.nodes)).prepend(node)
-    if places:  # a function of the user's may write to a cotangent
-        copy_written(graph, places, [*places, *reads.nodes][-1])
-    drop_detaches(module)
-    drop_in_place_views(module)
-    drop_copies(module)
-    graph.eliminate_dead_code(is_impure_node=is_kept)
+    protect_inputs(module)  # a function of the user's may write to a cotangent
+    clean(module)
+    drop_dead(graph)
     kept = [(n, t) for n, t in zip(reads.nodes, reads.tensors, strict=True) if n.users]
     for node in reads.nodes:
         if not node.users:
@@ -223,16 +179,6 @@ def _finished(
     module.recompile()
     values = [node.meta["val"] for node in results_of(graph)]
     return Inner(module, tuple(tensors), tuple(kinds_of(values)), varying)
-
-
-def _refuse_writes(module: GraphModule, reads: _Reads) -> None:
-    written = written_storages(module.graph)
-    for tensor in reads.tensors:
-        writer = written.get(tensor.untyped_storage()._cdata)
-        if writer is not None:
-            raise RuntimeError(
-                lost_write(tensor, f" ({writer.target}, in the body of a loop or branch)")
-            )
 
 
 def _constants(module: GraphModule, places: Sequence[Node]) -> list[torch.Tensor]:
@@ -335,11 +281,11 @@ def operands(tensors: Tensors, beside: Tensors = ()) -> list[torch.Tensor]:
     """Tensors as the graph that is being traced knows them, contiguous, and sharing no memory with
     each other or with those ``beside`` them, which torch forbids.
     """
-    reads = next((m for m in reversed(dispatch_modes()) if isinstance(m, _Reads)), None)
+    closure = current_closure()
     used = {x.untyped_storage()._cdata for x in beside}
     found = []
     for tensor in tensors:
-        known = _dense((_captured(tensor) if reads is None else reads.value(tensor)).detach())
+        known = _dense((tensor if closure is None else closure.substitute(tensor)).detach())
         if known.untyped_storage()._cdata in used:
             known = known.clone()
         used.add(known.untyped_storage()._cdata)

@@ -36,7 +36,7 @@ from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import private
 from torchpmap._loops.emit import discarded
 from torchpmap._trace.block_program import surrounded_by, surrounding
-from torchpmap._trace.capture import Exchange, Substitute
+from torchpmap._trace.capture import Exchange, Substitute, TracedCalls
 from torchpmap.random._streams import active_streams, repeated
 
 T = TypeVar("T")
@@ -57,7 +57,11 @@ class Surroundings:
         self._call = surrounding()
         self._settings = ambient()
         self._records = torch.is_grad_enabled()
-        self._modes = [mode for mode in function_modes() if not isinstance(mode, Substitute)]
+        self._modes = [
+            mode
+            for mode in function_modes()
+            if isinstance(mode, TracedCalls) or not isinstance(mode, Substitute)
+        ]
         self._streams = active_streams()
         self._draws = 0 if self._streams is None else self._streams.draws
 

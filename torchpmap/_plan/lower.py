@@ -215,7 +215,7 @@ def _trace(
     watch = EscapeWatch(target.name, is_traced=True)
 
     def demands(blocks: Sequence[torch.Tensor], axis: Axis) -> list[Demand]:
-        with watch:
+        with watch.entered():
             outcome = body(blocks, axis)
         outcomes.append(outcome)
         refuse = outcome.refuse

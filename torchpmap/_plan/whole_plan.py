@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
 
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import kind_of, size_text
@@ -29,6 +29,7 @@ from torchpmap._sharded.constraints import wishes
 from torchpmap._sharded.spmd import Emitter
 from torchpmap._sharded.spread import Spread
 from torchpmap._sharded.summands import Reshard, Value
+from torchpmap._trace.graphs import call
 from torchpmap._trace.program import Outcome
 from torchpmap._trace.remat import Following
 from torchpmap._trace.repetition import keep_places
@@ -190,19 +191,13 @@ def _write_norms_as_roots(module: GraphModule) -> None:
         value = x.meta["val"]
         if order != 2 or dtype is not None or node.kwargs or not value.is_floating_point():
             continue
-        with module.graph.inserting_before(node), value.fake_mode:
-            made = _call(module.graph, _aten.mul.Tensor, x, x)
+        with module.graph.inserting_before(node):
+            made = call(module.graph, _aten.mul.Tensor, x, x)
             over = list(range(value.ndim)) if dims is None else dims
-            made = _call(module.graph, _aten.sum.dim_IntList, made, over, keepdim)
-            made = _call(module.graph, _aten.sqrt.default, made)
+            made = call(module.graph, _aten.sum.dim_IntList, made, over, keepdim)
+            made = call(module.graph, _aten.sqrt.default, made)
         node.replace_all_uses_with(made)
         module.graph.erase_node(node)
-
-
-def _call(graph: Graph, operation: Any, *args: Any) -> Node:
-    node = graph.call_function(operation, args)
-    node.meta["val"] = operation(*(x.meta["val"] if isinstance(x, Node) else x for x in args))
-    return node
 
 
 _aten = torch.ops.aten

@@ -11,16 +11,14 @@ import torch
 from torch.fx import Node
 
 from torchpmap._base.torch_internals import (
-    OpOverload,
     fake_mode,
     innermost,
     node_of,
     outside_transforms,
     torch_function_off,
     tracing_mode,
-    written_values,
 )
-from torchpmap._trace.graphs import storages
+from torchpmap._trace.graphs import storages, written_by
 
 _aten = torch.ops.aten
 _Sum = tuple[Counter[Any], int]
@@ -64,10 +62,8 @@ def _are_written(nodes: set[Node]) -> bool:
     held: set[int] = set().union(*map(storages, nodes))
     unseen = set(nodes)
     for node in reversed(next(iter(nodes)).graph.nodes) if nodes else ():
-        if isinstance(node.target, OpOverload):
-            written = written_values(node.target, node.args, node.kwargs)
-            if any(isinstance(x, Node) and not storages(x).isdisjoint(held) for x in written):
-                return True
+        if any(not storages(x).isdisjoint(held) for x in written_by(node)):
+            return True
         unseen.discard(node)
         if not unseen:
             break

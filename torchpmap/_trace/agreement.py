@@ -130,7 +130,7 @@ class Agreement:
         size = len(self._ranks)
         if is_equal(mine.digest(), size, self._group):
             return
-        rows = _gathered(str(mine).encode(), _ROW_BYTES, size, self._group)
+        rows = gathered(str(mine).encode(), _ROW_BYTES, size, self._group)
         texts = [row.decode(errors="replace").rstrip() for row in rows]
         table = "\n".join(f"  rank {k}: {text}" for k, text in zip(self._ranks, texts, strict=True))
         self._mismatch = (
@@ -146,14 +146,16 @@ def is_equal(digest: bytes, size: int, group: str) -> bool:
     if agree is not None:  # through shared memory: quicker
         equal: bool = agree(int.from_bytes(digest) >> 66)
         return equal
-    return set(_gathered(digest, len(digest), size, group)) == {digest}
+    return set(gathered(digest, len(digest), size, group)) == {digest}
 
 
-def _gathered(mine: bytes, length: int, size: int, group: str) -> list[bytes]:
+def gathered(
+    mine: bytes, length: int, size: int, group: str, device: torch.device | str = "cpu"
+) -> list[bytes]:
     """Every member's bytes, cut or padded to ``length``."""
-    sent = torch.frombuffer(bytearray(mine[:length].ljust(length)), dtype=torch.uint8)
+    sent = torch.frombuffer(bytearray(mine[:length].ljust(length)), dtype=torch.uint8).to(device)
     theirs = c10d.wait_tensor(c10d.all_gather_into_tensor(sent.unsqueeze(0), size, group))
-    return [bytes(row.tolist()) for row in theirs]
+    return [bytes(row.tolist()) for row in theirs.cpu()]
 
 
 _GROUP = 2

@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torchpmap._base.torch_internals import OpOverload, written_values
+from torchpmap._base.torch_internals import OpOverload
 from torchpmap._collectives.backend import c10d
-from torchpmap._trace.graphs import storages
+from torchpmap._trace.graphs import storages, written_by
 from torchpmap._trace.repetition import keep_places
 
 _aten = torch.ops.aten
@@ -103,7 +103,6 @@ def bucketed(graph: GraphModule, limit: int) -> None:
     moments = _Moments(nodes)
     buckets = _fill(moments.sums, limit)
     _Rewrite(graph.graph, nodes, moments.ready, buckets).run()
-    graph.graph.lint()
 
 
 # -- when -----------------------------------------------------------------------------------------
@@ -140,7 +139,7 @@ class _Moments:
                 self.sums.append(_Sum(launch, node, self.ready[launch], due, due))
                 for storage in storages(self.sums[-1].operand):
                     readers.setdefault(storage, []).append(self.sums[-1])
-            for storage in _written(node):
+            for storage in {s for x in written_by(node) for s in storages(x)}:
                 written[storage] = here
                 for each in readers.pop(storage, ()):
                     each.last = min(each.last, here)
@@ -166,13 +165,6 @@ def _is_light(node: Node) -> bool:
         and not target._schema.is_mutable
         and (torch.Tag.pointwise in tags or target.is_view or target in _LIGHT)
     )
-
-
-def _written(node: Node) -> set[int]:
-    if not isinstance(node.target, OpOverload):
-        return set()
-    targets = written_values(node.target, node.args, node.kwargs)
-    return {s for target in targets if isinstance(target, Node) for s in storages(target)}
 
 
 # -- which ----------------------------------------------------------------------------------------

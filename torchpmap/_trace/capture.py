@@ -1,7 +1,8 @@
 """Makes the real tensors that a traced function closes over inputs of its graph.
 
-``Capture`` is a dispatch mode, so it sees every tensor that reaches an operation, whichever Python
-object holds it.  A value baked into the graph would go stale when the caller changes it.
+``_trace/graph_mode`` asks for each tensor that reaches an operation and is none of its graph,
+whichever Python object holds it.  A value baked into the graph would go stale when the caller
+changes it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -27,10 +27,11 @@ from torchpmap._base.torch_internals import (
     ENTRIES,
     EXITS,
     FakeTensor,
+    FakeTensorMode,
     OpOverload,
-    TorchDispatchMode,
     innermost,
     is_wrapped,
+    new_fake,
     no_torch_dispatch,
     node_of,
     outside_modes,
@@ -41,46 +42,30 @@ from torchpmap._base.torch_internals import (
     track_as,
 )
 from torchpmap._base.torch_versions import function_entry
-from torchpmap._collectives.backend import NAMESPACES
-from torchpmap._trace.custom_ops import expand, is_hidden
+from torchpmap._trace.escaped import note_made
+from torchpmap._trace.graphs import Closure
 from torchpmap._trace.kinds import absence, oddity
 from torchpmap._trace.remat import Record
 from torchpmap._trace.repetition import Executions
 from torchpmap._trace.traced_views import TracedViews
 from torchpmap.random._streams import refuse_draw
 
-_aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
-
 
 class SettingChanged(Exception):
     """The function changes a setting of torch that its graph cannot contain."""
 
 
-class Capture(TorchDispatchMode):
+class Capture(Closure):
     """Gives every real tensor that meets a traced operation a placeholder of its own."""
 
-    supports_higher_order_operators = True
-
-    def __init__(
-        self,
-        fake_mode: Any,
-        make_fake: Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor],
-        device: torch.device,
-        record: Record,
-    ) -> None:
-        super().__init__()
-        self.record = record
-        self._fake_mode = fake_mode
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(self)
+        self.record = Record()
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._settings = Unchanged()
-        self._make_fake = make_fake
-        self._device = device
-        self.captured: list[torch.Tensor] = []
-        self.nodes: list[torch.fx.Node] = []
+        self.device = device
         self.pinned: list[Any] = []
         """Tensors whose value was read, and a ``ReadProperty`` for each other property."""
-        self._tracer: Any = None
-        """That of the graph; bodies of loops inside it have tracers of their own."""
         self._asked: set[Any] = set()
         self._plain: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """(the tensor without its class, the tensor), by the id of either."""
@@ -92,28 +77,26 @@ class Capture(TorchDispatchMode):
         self.grads_before: dict[int, torch.Tensor | None] = {}
         self.executions = Executions()
         self.views = TracedViews()
+        self.replication: Any = None
+        """``Replication`` of the trace, if it is asked which values are the same on all devices."""
+        self.is_over = False
+        """Whether what is traced now is no more the function's."""
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # torch.cond and friends run Dynamo on their branches
+    def end(self) -> None:
+        self.is_over = True
+        self.executions.end()
 
-    def __enter__(self) -> Self:
-        if self._tracer is None:
-            mode = tracing_mode()
-            assert mode is not None
-            self._tracer = mode.tracer
-        return super().__enter__()
-
-    @property
-    def graph(self) -> torch.fx.Graph:
-        """The graph that is being made."""
-        found: torch.fx.Graph = self._tracer.graph
-        return found
+    def refuse_writes_by_python(self) -> None:
+        """Raise if Python code wrote to the memory of a tensor from outside."""
+        for real, held, name in self.read:
+            if not held.same():
+                held.restore()
+                raise RuntimeError(lost_write(real, f" (.{name}())"))
 
     def node_of(self, value: torch.Tensor) -> torch.fx.Node | None:
         """The node of a value, without transforms around it; None if no node has to do with it."""
         with outside_transforms():  # transforms inside the function would trace a new input
-            return node_of(self._tracer, self.substitute(value))
+            return node_of(self.tracer, self.substitute(value))
 
     def substitute(self, value: Any) -> Any:
         """The stand-in of a real tensor; anything else is left alone."""
@@ -175,7 +158,7 @@ class Capture(TorchDispatchMode):
     def _refuse(self, value: Any) -> None:
         """Raise for a tensor from outside that cannot be on devices."""
         if isinstance(value, torch.Tensor) and (
-            is_real(value) or getattr(value, "fake_mode", None) is not self._fake_mode
+            is_real(value) or getattr(value, "fake_mode", None) is not self.fake_mode
         ):
             reason = oddity(value) or absence(value)
             if reason is not None:
@@ -184,53 +167,22 @@ class Capture(TorchDispatchMode):
 
     def _stand_in(self, real: torch.Tensor) -> torch.Tensor:
         self._refuse(real)
-        stand_in = self._make_fake(real.shape, real.dtype, self._device)
+        stand_in = new_fake(self.fake_mode, real.shape, real.dtype, self.device)
         node = self.graph.placeholder(f"captured_{len(self.nodes)}")
-        track(self._tracer, stand_in, node)
+        track(self.tracer, stand_in, node)
         self.nodes.append(node)
-        self.captured.append(real)  # also keeps id(real) from being reused
+        self.tensors.append(real)  # also keeps id(real) from being reused
         self.stand_ins[id(real)] = stand_in
         return stand_in
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            # autograd asks for it more often than it computes; the modes below take a while
-            return args[0].device
-        kwargs = kwargs or {}
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Hear of an operation before it becomes a node, of the graph or of one inside it."""
         changed = self._settings.broken_by()
         if changed is not None:
             raise SettingChanged(changed)
         if isinstance(func, OpOverload):
             refuse_draw(func, args, kwargs)
-        if func is _aten._local_scalar_dense.default:
-            if is_real(args[0]):
-                self.pinned.append(args[0])
-            return func(*args, **kwargs)
-        if func not in (_aten.lift_fresh.default, _aten.lift_fresh_copy.default):
-            args, kwargs = map_tensors(self.substitute, (args, kwargs))
-        if isinstance(func, OpOverload) and is_hidden(func):
-            with self:
-                return expand(func, self._device.type, args, kwargs)
-        if func.namespace in NAMESPACES or _goes_to_a_device(kwargs.get("device")):
-            args = map_tensors(self._without_value, args)
         self.views.note(func, args, kwargs)
-        with self.record.operation() if self.record.regions else nullcontext():
-            result = func(*args, **kwargs)
-        mode = tracing_mode()
-        if mode is not None:
-            self.executions.note(mode.tracer.graph)
-        return result
-
-    def _without_value(self, value: Any) -> Any:
-        """Hide that a value is known: torch would run the operation now, in this process alone."""
-        mode = tracing_mode()
-        if not isinstance(value, FakeTensor) or value.constant is None or mode is None:
-            return value
-        unknown = self._make_fake(value.shape, value.dtype, value.device)
-        node = node_of(mode.tracer, value)
-        assert node is not None
-        track(mode.tracer, unknown, node)
-        return unknown
 
 
 class Substitute(TorchFunctionMode):
@@ -322,21 +274,38 @@ _crossings = Replaced(
 )
 
 
-class KeepData(TorchFunctionMode):
-    """Guards the data of the caller's tensors against accesses that a dispatch mode does not see.
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
+
+class TracedCalls(Substitute):
+    """The function mode of a trace.
+
+    It guards the data of the caller's tensors against accesses that a dispatch mode does not see:
     ``tensor.data = ...`` would replace the caller's data; ``.data`` would let the function write to
     it; and numbers read by ``.numpy()`` or ``.tolist()`` would go stale (in fake mode, be garbage).
     """
 
-    def __init__(self, capture: Capture) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        capture: Capture,
+        find: Callable[[torch.Tensor], torch.Tensor],
+        at_transforms: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(find, at_transforms)
         self._capture = capture
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.find is not as_it_is:
+            args, kwargs = map_tensors(self.find, (args, kwargs))
         if torch.compiler.is_dynamo_compiling():  # it has its own tensors, and no sets of getters
             return func(*args, **kwargs)
+        result = self._call(func, types, args, kwargs)
+        note_made(result, self._capture.executions.place)
+        return result
+
+    def _call(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(map(_is_mere_name, types)):
             # torch would convert the result, a traced tensor, to that class too, and fail
             with subclass_function_off():
@@ -424,10 +393,6 @@ def _is_users(tensor: Any) -> bool:
     )
 
 
-def _goes_to_a_device(device: Any) -> bool:
-    return device is not None and torch.device(device).type not in ("cpu", "meta")
-
-
 def is_real(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
@@ -443,7 +408,7 @@ def clean_grads(capture: Capture) -> Iterator[list[torch.Tensor]]:
     try:
         yield leftover
     finally:
-        for real in capture.captured:
+        for real in capture.tensors:
             if id(real) in capture.grads_before:
                 if real.grad is not None:
                     leftover.append(real.grad)

@@ -16,7 +16,7 @@ argument raises an error.
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchpmap._base.inexact import copied_tangents, is_inexact
 from torchpmap._base.pytree import map_tensors
+from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
     AUTOGRAD,
@@ -42,6 +43,7 @@ from torchpmap._base.torch_internals import (
     torch_function_off,
     written_values,
 )
+from torchpmap._base.torch_versions import apply_entry
 from torchpmap._collectives.groups import summed, varied
 from torchpmap._collectives.varying import (
     Axes,
@@ -374,48 +376,9 @@ def _with_arguments(kind: type, args: Any) -> Any:
     )
 
 
-class _Patches:
-    """torch's entries to backward passes and to ``autograd.Function``, replaced while a block runs.
-
-    Blocks of several threads may begin and end in any order.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._undo = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._count += 1
-            if self._count == 1:
-                self._install()
-
-    def __exit__(self, *error: Any) -> None:
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                self._undo.close()
-
-    def _install(self) -> None:
-        own = getattr(AUTOGRAD, BACKWARD)
-        self._undo.callback(setattr, AUTOGRAD, BACKWARD, own)
-        setattr(AUTOGRAD, BACKWARD, lambda *args, **kwargs: _run_backward(own, *args, **kwargs))
-        function: Any = torch.autograd.Function
-        method = vars(function).get("apply")
-        if method is None:
-            self._undo.callback(delattr, function, "apply")
-        else:
-            self._undo.callback(setattr, function, "apply", method)
-
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            args = _with_arguments(cls, args)
-            if method is None:
-                base: Any = super(function, cls)
-                return base.apply(*args, **kwargs)
-            return method.__get__(None, cls)(*args, **kwargs)
-
-        function.apply = classmethod(apply)
-
-
-_patches = _Patches()
+_patches = Replaced(
+    [
+        Replacement(AUTOGRAD, BACKWARD, lambda own: functools.partial(_run_backward, own)),
+        Replacement(*apply_entry(_with_arguments)),
+    ]
+)

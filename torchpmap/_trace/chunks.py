@@ -18,9 +18,9 @@ from torch.fx import Graph, GraphModule, Node
 from torchpmap._base.torch_internals import LazyGraphModule
 from torchpmap._trace.graphs import (
     SCAN,
+    drop_dead,
     inner_graphs,
     inner_modules,
-    is_kept,
     kind_of_node,
     operations,
     placeholders,
@@ -60,9 +60,7 @@ def unroll_short_scans(module: GraphModule) -> None:
             unroll_short_scans(inner)
         if kind_of_node(node) == SCAN:
             _unroll_if_short(module.graph, node)
-    module.graph.eliminate_dead_code(is_impure_node=is_kept)
-    module.graph.lint()
-    module.recompile()
+    drop_dead(module.graph)
 
 
 def _unroll_if_short(graph: Graph, node: Node) -> None:

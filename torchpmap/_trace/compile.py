@@ -43,7 +43,7 @@ from torchpmap._trace.compiled_loops import (
 from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
 from torchpmap._trace.graph_code import boxed_code
-from torchpmap._trace.graphs import acts, results_of, shows, writes
+from torchpmap._trace.graphs import acts, all_nodes, results_of, shows, writes
 from torchpmap._trace.inductor_gaps import copying_pass, reads_in_order
 from torchpmap._trace.passes import names_in
 from torchpmap._trace.toolchain import make_cache_private
@@ -227,8 +227,7 @@ def compile_definition(definition: Definition, index: torch.Tensor) -> Boxed:
 
 
 def _namespaces(graph: torch.fx.GraphModule) -> set[str]:
-    modules = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
-    targets = [node.target for module in modules for node in module.graph.nodes]
+    targets = {node.target for node in all_nodes(graph)}
     return {target.namespace for target in targets if isinstance(target, OpOverload)}
 
 

@@ -30,9 +30,11 @@ from torchpmap._base.torch_internals import FakeTensor, FakeTensorMode, keep_in_
 from torchpmap._trace.chunks import calls_libraries, repeated, steps_at_once
 from torchpmap._trace.graphs import (
     SCAN,
+    all_modules,
+    all_nodes,
     copied_whole,
+    drop_dead,
     has_effects,
-    is_kept,
     kind_of_node,
 )
 from torchpmap._trace.replay import Replay, calls_only_kernels, replay_of
@@ -135,8 +137,7 @@ def running_with(compiled: Boxed, loops: Sequence[Loop]) -> Boxed:
 
 
 def has_scans(graph: GraphModule) -> bool:
-    modules = [module for module in graph.modules() if isinstance(module, GraphModule)]
-    return any(kind_of_node(node) == SCAN for module in modules for node in module.graph.nodes)
+    return any(kind_of_node(node) == SCAN for node in all_nodes(graph))
 
 
 class _Changes(Interpreter):
@@ -151,7 +152,7 @@ class _Changes(Interpreter):
     def change(self, inputs: Tensors) -> None:
         with self._mode, with_loops(self._loops):
             self.run(*inputs)
-        self._graph.graph.eliminate_dead_code(is_impure_node=is_kept)
+        drop_dead(self._graph.graph)
         self._graph.recompile()
 
     def run_node(self, n: Node) -> Any:
@@ -183,7 +184,7 @@ class _Changes(Interpreter):
 
 
 def _text(graph: GraphModule) -> list[str]:
-    return [module.code for module in graph.modules() if isinstance(module, GraphModule)]
+    return [module.code for module in all_modules(graph)]
 
 
 def _kinds(tensors: Tensors) -> list[Any]:

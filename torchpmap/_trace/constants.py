@@ -13,14 +13,16 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from torchpmap._trace.graphs import all_modules
+
 _aten = torch.ops.aten
 _UNDERSTOOD = {"device", "dtype", "layout", "non_blocking", "pin_memory"}
 
 
 def place(graph: GraphModule, device: torch.device) -> None:
     """Put the constants that a graph copies to an accelerator on ``device``."""
-    for module in graph.modules():
-        if isinstance(module, GraphModule) and _place(module, device):
+    for module in all_modules(graph):
+        if _place(module, device):
             module.recompile()
 
 

@@ -21,7 +21,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from torchpmap._base.sources import TORCH
 from torchpmap._base.torch_internals import OPDEFS, CustomOpDef, OpOverload, written_names
 from torchpmap._base.torch_versions import autocast_dtypes
 from torchpmap._trace.environment import Environment
+from torchpmap._trace.graphs import all_nodes
 
 NATIVE = frozenset(
     {"aten", "prims", "prim", "profiler", "_c10d_functional", "torchpmap", "torchpmap_random"}
@@ -315,7 +316,8 @@ class Implementations:
     """The Python functions that travel with the operations of a graph, watched for changes."""
 
     def __init__(self, graph: torch.fx.GraphModule) -> None:
-        sent = any(map(_travels, _operations(graph)))
+        targets = {node.target for node in all_nodes(graph)}
+        sent = any(_travels(x._schema.name) for x in targets if isinstance(x, OpOverload))
         # all of them: one may use another
         names = [name for name in tuple(OPDEFS) if _travels(name)] if sent else []
         self._functions = {name: _functions(name) for name in names}
@@ -334,14 +336,6 @@ class Implementations:
         return any(_functions(name) != was for name, was in self._functions.items()) or any(
             environment.changed() for environment in self._environments
         )
-
-
-def _operations(graph: torch.fx.GraphModule) -> Iterator[str]:
-    for module in graph.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
-                if isinstance(node.target, OpOverload):
-                    yield node.target._schema.name
 
 
 def _travels(name: str) -> bool:

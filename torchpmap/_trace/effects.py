@@ -34,8 +34,8 @@ from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_groups import group_named
 from torchpmap._base.torch_internals import forward_level, keep_in_order
 from torchpmap._collectives import pbroadcast, pmax
-from torchpmap._collectives.backend import c10d
 from torchpmap._layout import axis_stack
+from torchpmap._trace.agreement import gathered
 from torchpmap._trace.transformable import Tensors, WithoutDerivatives, apply, batch_first
 
 _SLOT = re.compile("\0(\\d+)\0")
@@ -237,21 +237,10 @@ def _collected(entries: _Entries, group: str, device: torch.device) -> _Entries:
     axis_stack.record(("print", "", group))
     process_group = group_named(group)
     size, first = process_group.size(), process_group.rank() == 0
-    data = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(device)
-
-    def gathered(x: torch.Tensor) -> torch.Tensor:
-        every = c10d.wait_tensor(c10d.all_gather_into_tensor(x, size, group))
-        return every.cpu()
-
-    lengths = gathered(torch.tensor([len(data)], device=device)).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    padded[: len(data)] = data
-    rows = gathered(padded).view(size, -1)
-    if not first:
-        return []
-    return [
-        e for row, n in zip(rows, lengths, strict=True) for e in json.loads(bytes(row[:n].tolist()))
-    ]
+    text = json.dumps(entries).encode()
+    lengths = gathered(len(text).to_bytes(8), 8, size, group, device)
+    rows = gathered(text, max(map(int.from_bytes, lengths)), size, group, device)
+    return [entry for row in rows for entry in json.loads(row)] if first else []
 
 
 def prints(graph: torch.fx.GraphModule) -> bool:

@@ -9,17 +9,18 @@ which refuses every use.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from torchpmap._base.context import assigned
 from torchpmap._base.errors import TensorEscaped, kind_of
 from torchpmap._base.pytree import tree_leaves
-from torchpmap._base.sources import users_line
+from torchpmap._base.sources import line, users_line
 from torchpmap._base.torch_internals import (
     FakeTensor,
     depth,
@@ -27,6 +28,9 @@ from torchpmap._base.torch_internals import (
     level_of,
     torch_function_off,
 )
+
+_Where = str | tuple[str, int] | None
+"""What a message says of it, or the line that made it as file and number."""
 
 _current: ContextVar[EscapeWatch | None] = ContextVar("torchpmap_watch", default=None)
 
@@ -87,22 +91,16 @@ class EscapeWatch(TorchFunctionMode):
     """Notes the tensors that the mapped function ``name`` makes inside the ``with`` block."""
 
     def __init__(self, name: str, *, is_traced: bool = False) -> None:
+        """``is_traced``: whether a trace tells it of tensors, and it is no mode itself."""
         super().__init__()
         self._name = name
         self._is_traced = is_traced
-        self._token: Token[EscapeWatch | None] | None = None
         self._depth = depth()
-        self._made: dict[int, tuple[TensorWeakRef, str]] = {}
+        self._made: dict[int, tuple[TensorWeakRef, _Where]] = {}
 
-    def __enter__(self) -> EscapeWatch:
-        self._token = _current.set(self)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        assert self._token is not None
-        _current.reset(self._token)
+    def entered(self) -> AbstractContextManager[None]:
+        """A block in which ``note`` tells this of arguments."""
+        return assigned(_current, self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -110,8 +108,8 @@ class EscapeWatch(TorchFunctionMode):
             self.note(result, None)
         return result
 
-    def note(self, value: Any, where: str | None) -> None:
-        """Note arguments (``where`` describes them), or tensors made by the running line."""
+    def note(self, value: Any, where: _Where) -> None:
+        """Note arguments, or tensors that a line made: None for the one that runs."""
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, torch.Tensor) and self._stands_for_others(tensor):
                 known = self._made.get(id(tensor))
@@ -130,6 +128,8 @@ class EscapeWatch(TorchFunctionMode):
         for reference, where in self._made.values():
             tensor = reference()
             if tensor is not None:
+                if isinstance(where, tuple):
+                    where = f"made at {line(*where)}"
                 tensor.__class__ = Escaped
                 tensor.__dict__["_torchpmap_story"] = f"the mapped function {self._name}: {where}"
 
@@ -144,10 +144,17 @@ def watched(name: str) -> Iterator[None]:
         return
     watch = EscapeWatch(name)
     try:
-        with watch:
+        with watch.entered(), watch:
             yield
     finally:
         watch.end()
+
+
+def note_made(value: Any, where: tuple[str, int] | None) -> None:
+    """Note what a line of a traced function made, if it is watched."""
+    watch = _current.get()
+    if watch is not None:
+        watch.note(value, where)
 
 
 def note(arguments: Iterable[torch.Tensor], fun: Any) -> None:

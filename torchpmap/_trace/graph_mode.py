@@ -3,7 +3,7 @@
 ``make_fx`` of torch does the same in three times the time: most of it looks for what is seldom
 there, such as known values, sizes that are symbols, and tensors of other classes.  ``GraphMode``
 does what most operations need (a node, and a fake result) and leaves every other operation to
-torch.
+torch.  It asks a ``Closure`` for what is none of the graph.
 
 Imported with torch's tracing machinery, at the first trace.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,24 +33,36 @@ from torchpmap._base.torch_internals import (
     HigherOrderOperator,
     LazyGraphModule,
     is_composite,
+    new_fake,
+    node_of,
     track,
 )
 from torchpmap._base.torch_versions import fx_tracing
+from torchpmap._collectives.backend import NAMESPACES
+from torchpmap._trace.custom_ops import NATIVE, expand, is_hidden
+from torchpmap._trace.graphs import Closure
 
 _aten = torch.ops.aten
 
 
 def graph_of(
-    fun: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor]
+    fun: Callable[..., Sequence[torch.Tensor]],
+    examples: Sequence[torch.Tensor],
+    closure: Closure | None = None,
 ) -> GraphModule:
-    """The graph of what ``fun`` does with fake tensors like ``examples``; it returns a tuple."""
+    """The graph of what ``fun`` does with fake tensors like ``examples``; it returns a tuple.
+
+    ``closure``: gets what it closes over; None: that is part of the graph.
+    """
     tracer = PythonKeyTracer()
     tracer.root = torch.nn.Module()
     tracer.graph = Graph(tracer_cls=PythonKeyTracer)
     tracer.tensor_attrs = {}
     for k, example in enumerate(examples):
         track(tracer, example, tracer.graph.placeholder(f"arg{k}_1"))
-    with fx_tracing(), disable_autocast_cache(), GraphMode(tracer):
+    if closure is not None:
+        closure.tracer = tracer
+    with fx_tracing(), disable_autocast_cache(), GraphMode(tracer, closure):
         results = [tracer.unwrap_proxy(x) for x in fun(*examples)]
     tracer.graph.output(tracer.create_arg(tuple(results)))
     return LazyGraphModule(tracer.root, tracer.graph)
@@ -64,31 +77,78 @@ class GraphMode(ProxyTorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, tracer: PythonKeyTracer) -> None:
+    def __init__(self, tracer: PythonKeyTracer, closure: Closure | None) -> None:
         super().__init__(tracer, "real")
+        self.closure = closure
+        self._capture = None if closure is None else closure.capture
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
-            return self._with_bodies(func, args, kwargs)
-        if func in _DECOMPOSED:
-            with self:
-                result = _DECOMPOSED[func](*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        if not _is_usual(func) or has_preserved_node_meta():
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # autograd asks for it more often than it computes
+        capture = self._capture
+        if capture is None or capture.is_over:
+            return self._add(func, types, args, kwargs)
+        capture.before(func, args, kwargs)
+        graph = self.tracer.graph
+        with capture.record.operation(graph) if capture.record.regions else nullcontext():
+            result = self._add(func, types, args, kwargs)
+        capture.executions.note(graph)
+        return result
+
+    def _add(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        nodes = self._nodes_of(args, kwargs) if _is_quick(func) and "device" not in kwargs else None
+        if nodes is None:
+            args, kwargs = self._from_outside(func, args, kwargs)
+            if isinstance(func, HigherOrderOperator):
+                return self._with_bodies(func, args, kwargs)
+            if self._capture is not None and is_hidden(func):
+                with self:
+                    return expand(func, self._capture.device.type, args, kwargs)
+            if func in _DECOMPOSED:
+                with self:
+                    result = _DECOMPOSED[func](*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            nodes = self._nodes_of(args, kwargs) if _is_usual(func) else None
+        if nodes is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        try:
-            nodes, named_nodes = map_tensors(self._node_of, (args, kwargs))
-        except _Unusual:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        result = func(*args, **kwargs)
+        (positional, named), result = nodes, func(*args, **kwargs)
         name = func.overloadpacket.__name__
         graph: Graph = self.tracer.graph
-        node = graph.create_node("call_function", func, nodes, named_nodes, name)
+        node = graph.create_node("call_function", func, positional, named, name)
         if result is not None:
             track(self.tracer, result, node)
         return result
+
+    def _nodes_of(self, args: Any, kwargs: Any) -> Any:
+        """The arguments with nodes for the tensors; None if one is not usual."""
+        try:
+            return None if has_preserved_node_meta() else map_tensors(self._node_of, (args, kwargs))
+        except _Unusual:
+            return None
+
+    def _from_outside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The arguments with what stands in the graph for tensors that are none of it."""
+        if func is _aten._local_scalar_dense.default:
+            if self._capture is not None and not isinstance(args[0], FakeTensor):
+                self._capture.pinned.append(args[0])
+            return args, kwargs
+        if self.closure is not None and func not in _LIFTING:
+            args, kwargs = map_tensors(self.closure.substitute, (args, kwargs))
+        if func.namespace in NAMESPACES or _goes_to_a_device(kwargs.get("device")):
+            args = map_tensors(self._without_value, args)
+        return args, kwargs
+
+    def _without_value(self, value: Any) -> Any:
+        """Hide that a value is known: torch would run the operation now, in this process alone."""
+        if not isinstance(value, FakeTensor) or value.constant is None or self._capture is None:
+            return value
+        unknown = new_fake(value.fake_mode, value.shape, value.dtype, value.device)
+        node = node_of(self.tracer, value)
+        assert node is not None
+        track(self.tracer, unknown, node)
+        return unknown
 
     def _node_of(self, tensor: torch.Tensor) -> Node:
         slot = self.tracer.tensor_tracker.get(tensor)
@@ -113,6 +173,18 @@ class GraphMode(ProxyTorchDispatchMode):
         return results[0]
 
 
+def _goes_to_a_device(device: Any) -> bool:
+    return device is not None and torch.device(device).type not in ("cpu", "meta")
+
+
+def _is_quick(func: Any) -> bool:
+    """Whether an operation on tensors of the graph is a node, whatever their values are."""
+    return func.namespace in _QUICK and func not in _DECOMPOSED and _is_usual(func)
+
+
+_QUICK = NATIVE.difference(NAMESPACES)
+
+
 @functools.cache
 def _is_usual(func: Any) -> bool:
     """Whether an operation takes and returns only tensors and constants, is not made of other
@@ -134,12 +206,9 @@ def _is_plain(argument: Any) -> bool:
 
 _PLAIN = {"Optional", "List", "Tensor", "int", "float", "bool", "str", "number", "Device"}
 
-_UNUSUAL = {
-    _aten.lift_fresh.default,
-    _aten.lift_fresh_copy.default,
-    _aten.is_nonzero.default,
-    torch.ops.prim.device.default,
-}
+_DEVICE = torch.ops.prim.device.default
+_LIFTING = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
+_UNUSUAL = {*_LIFTING, _aten.is_nonzero.default, _DEVICE}
 
 
 def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:

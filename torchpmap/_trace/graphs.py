@@ -11,18 +11,67 @@ These are attributes of the module that owns the graph, and arguments of torch's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, map_arg
 
-from torchpmap._base.torch_internals import LazyGraphModule, OpOverload, written_values
+from torchpmap._base.torch_internals import (
+    LazyGraphModule,
+    OpOverload,
+    outside_modes,
+    outside_transforms,
+    tracing_mode,
+    written_values,
+)
 
 GRAPHS = "graphs"
 """In the ``meta`` of such a node: its graphs, for a graph that no module owns yet."""
 
 SCAN, WHILE, COND = "scan", "while_loop", "cond"
+
+
+class Closure:
+    """What a graph takes from outside: every tensor that meets an operation, and is none of the
+    graph, becomes an input of it.
+    """
+
+    def __init__(self, capture: Any) -> None:
+        """``capture``: the ``Capture`` of the trace, of which the graph is a part, or None."""
+        self.capture = capture
+        self.tracer: Any = None
+        """That of the graph, once it is being made."""
+        self.nodes: list[Node] = []
+        self.tensors: list[torch.Tensor] = []
+        """What they stand for."""
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that is being made."""
+        found: Graph = self.tracer.graph
+        return found
+
+    def substitute(self, value: Any) -> Any:
+        """What stands in the graph for a tensor from outside; anything else is left alone."""
+        raise NotImplementedError
+
+    def place(self, count: int) -> None:
+        """Move the inputs made here after the first ``count`` inputs of the graph."""
+        made = set(self.nodes)
+        given = [node for node in placeholders(self.graph) if node not in made][:count]
+        for node in reversed(self.nodes):
+            (given[-1] if given else self.graph._root).append(node)
+
+
+def current_closure() -> Closure | None:
+    """That of the graph that is being traced; torch's own tracer has none."""
+    return getattr(tracing_mode(), "closure", None)
+
+
+def current_capture() -> Any:
+    """The ``Capture`` of the trace that runs in this thread, or None."""
+    closure = current_closure()
+    return None if closure is None else closure.capture
 
 
 def kind_of_node(node: Node) -> str:
@@ -41,6 +90,16 @@ def inner_modules(node: Node) -> list[GraphModule]:
     sources = [x for x in node.args if isinstance(x, Node) and x.op == "get_attr"]
     values = [getattr(owner, str(source.target), None) for source in sources]
     return [value for value in values if isinstance(value, GraphModule)]
+
+
+def all_modules(module: GraphModule) -> list[GraphModule]:
+    """A graph and those inside it."""
+    return [each for each in module.modules() if isinstance(each, GraphModule)]
+
+
+def all_nodes(module: GraphModule) -> list[Node]:
+    """The nodes of a graph and of those inside it."""
+    return [node for each in all_modules(module) for node in each.graph.nodes]
 
 
 def copied(graph: Graph) -> Graph:
@@ -81,11 +140,18 @@ def results_of(graph: Graph) -> list[Any]:
 
 def is_kept(node: Node) -> bool:
     """Whether a node has an effect, or a graph inside it has one, so that it stays if its results
-    are not used; for ``Graph.eliminate_dead_code``.
+    are not used.
     """
     if getattr(node.target, "namespace", None) == "_c10d_functional":
         return False  # torch says it of waiting for a collective
     return node.is_impure() or has_effects(node)
+
+
+def drop_dead(graph: Graph) -> None:
+    """Remove what nothing uses; torch's own also checks the graph, which takes longer than this."""
+    for node in reversed(graph.nodes):
+        if not node.users and not is_kept(node):
+            graph.erase_node(node)
 
 
 def has_effects(node: Node) -> bool:
@@ -123,14 +189,51 @@ def storages(node: Node) -> set[int]:
     return {x.untyped_storage()._cdata for x in values if isinstance(x, torch.Tensor)}
 
 
+def value_of(node: Node) -> Any:
+    """The fake value of a node that was traced."""
+    return node.meta["val"]
+
+
+def call(graph: Graph, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
+    """Add an operation, with its fake value."""
+    node = graph.call_function(target, args, kwargs)
+    compute(node)
+    return node
+
+
+def compute(node: Node) -> None:
+    """Let the fake value of a node be what it computes from those of its arguments."""
+    args, kwargs = map_arg((node.args, node.kwargs), value_of)
+    with outside_modes(), outside_transforms():
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def texts_in(node: Node) -> list[str]:
+    """The texts among the arguments of a node, and in lists of them."""
+    found: list[str] = []
+    waiting: list[Any] = [*node.args, *node.kwargs.values()]
+    for value in waiting:
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+    return found
+
+
+def written_by(node: Node) -> list[Node]:
+    """The values that an operation writes to."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    written = written_values(node.target, node.args, node.kwargs)
+    return [x for x in written if isinstance(x, Node)]
+
+
 def written_storages(graph: Graph) -> dict[int, Node]:
     """Storage -> first node that writes to it."""
     written: dict[int, Node] = {}
-    for node in operations(graph):
-        if isinstance(node.target, OpOverload):
-            for target in written_values(node.target, node.args, node.kwargs):
-                if isinstance(target, Node):
-                    written.setdefault(target.meta["val"].untyped_storage()._cdata, node)
+    for node in graph.nodes:
+        for target in written_by(node):
+            written.setdefault(target.meta["val"].untyped_storage()._cdata, node)
     return written
 
 
@@ -138,20 +241,6 @@ def writes(graph: Graph) -> bool:
     """Whether an operation of a graph writes to a tensor."""
     targets = [node.target for node in graph.nodes]
     return any(isinstance(t, OpOverload) and t._schema.is_mutable for t in targets)
-
-
-def copy_written(graph: Graph, inputs: Sequence[Node], last: Node) -> bool:
-    """Let writes to inputs go to copies, after the node ``last``; whether there are any."""
-    written, found = written_storages(graph), False
-    for node in inputs:
-        if not storages(node).isdisjoint(written):
-            with graph.inserting_after(last):
-                copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-            copy.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(copy)
-            copy.replace_input_with(copy, node)
-            found = True
-    return found
 
 
 def operations(graph: Graph) -> list[Node]:

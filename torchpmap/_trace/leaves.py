@@ -22,7 +22,7 @@ from torchpmap._base.torch_internals import (
     outside_transforms,
     torch_function_off,
 )
-from torchpmap._trace.capture import DESCRIBING, READERS, Capture, Substitute, is_real
+from torchpmap._trace.capture import DESCRIBING, READERS, Capture, TracedCalls, is_real
 from torchpmap._trace.untraceable import Untraceable
 
 
@@ -89,7 +89,7 @@ class Leaves:
         return [x.grad for x in self._stand_ins.values() if x.grad is not None]
 
 
-class SubstituteLeaves(Substitute):
+class CallsWithLeaves(TracedCalls):
     """Puts stand-ins in the place of parameters."""
 
     def __init__(self, find: Any, leaves: Leaves) -> None:
@@ -97,7 +97,7 @@ class SubstituteLeaves(Substitute):
             leaves.capture.views.before_call(tensor)
             return leaves.capture.on_enter_transform(leaves.find(find(tensor)))
 
-        super().__init__(find, at_transforms)
+        super().__init__(leaves.capture, find, at_transforms)
         self._leaves = leaves
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -14,14 +14,21 @@ import math
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.storages import memory_order
-from torchpmap._base.torch_internals import LazyGraphModule, OpOverload
-from torchpmap._trace.graphs import copied_whole, is_kept, placeholders, results_of, storages
+from torchpmap._base.torch_internals import LazyGraphModule
+from torchpmap._trace.graphs import (
+    call,
+    copied_whole,
+    drop_dead,
+    placeholders,
+    results_of,
+    storages,
+    value_of,
+)
 
 _aten = torch.ops.aten
 _CONTIGUOUS = torch.contiguous_format
@@ -69,7 +76,7 @@ def split(
         [*residuals, *cotangents],
         [crossings.restored.get(node, node) for node in gradients],
     )
-    kinds = tuple((tuple(v.shape), v.dtype) for v in map(_value, [*residuals, *cotangents]))
+    kinds = tuple((tuple(v.shape), v.dtype) for v in map(value_of, [*residuals, *cotangents]))
     # each with loops of its own: what is done with those of one graph is not done with the others
     first, second = (
         copied_whole(LazyGraphModule(joint, half)) for half in (forward, backward_graph)
@@ -121,7 +128,7 @@ def _cross(graph: Graph, crossing: Sequence[Node], late: set[Node]) -> _Crossing
     stored: list[Node] = []
     restored: dict[Node, Node] = {}
     for node in kept:
-        if _value(node).is_contiguous() and _viewed(node) is None:
+        if value_of(node).is_contiguous() and _viewed(node) is None:
             stored.append(node)
             continue
         block, restored[node] = _dense(graph, node)
@@ -134,7 +141,7 @@ def _cross(graph: Graph, crossing: Sequence[Node], late: set[Node]) -> _Crossing
 
 def _size(node: Node) -> float:
     """Number of elements; infinite for a node of several tensors, which cannot be stored as one."""
-    value = node.meta["val"]
+    value = value_of(node)
     return value.numel() if isinstance(value, torch.Tensor) else math.inf
 
 
@@ -157,29 +164,18 @@ def _viewed(node: Node) -> Node | None:
     return source
 
 
-def _value(node: Node) -> torch.Tensor:
-    value: torch.Tensor = node.meta["val"]
-    return value
-
-
 def _dense(graph: Graph, node: Node) -> tuple[Node, Node]:
     """(the elements of a node in memory order, the node made of them again)."""
-    order = memory_order(_value(node))
+    order = memory_order(value_of(node))
     with graph.inserting_after(node):
-        stored = _call(graph, _aten.permute.default, node, order)
-    if _viewed(node) is not None or not _value(stored).is_contiguous():
+        stored = call(graph, _aten.permute.default, node, order)
+    if _viewed(node) is not None or not value_of(stored).is_contiguous():
         # a view of a block that need not be kept, or one with gaps
         with graph.inserting_after(stored):
-            stored = _call(graph, _aten.clone.default, stored, memory_format=_CONTIGUOUS)
+            stored = call(graph, _aten.clone.default, stored, memory_format=_CONTIGUOUS)
     with graph.inserting_after(stored):
         inverse = [order.index(dim) for dim in range(len(order))]
-        return stored, _call(graph, _aten.permute.default, stored, inverse)
-
-
-def _call(graph: Graph, target: OpOverload, node: Node, *args: Any, **kw: Any) -> Node:
-    made = graph.call_function(target, (node, *args), kw)
-    made.meta["val"] = target(_value(node), *args, **kw)
-    return made
+        return stored, call(graph, _aten.permute.default, stored, inverse)
 
 
 def _graph(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> Graph:
@@ -191,5 +187,5 @@ def _graph(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    graph.eliminate_dead_code(is_impure_node=is_kept)
+    drop_dead(graph)
     return graph

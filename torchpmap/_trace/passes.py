@@ -10,18 +10,19 @@ import torch
 from torchpmap._base.errors import lost_write
 from torchpmap._base.torch_internals import (
     OpOverload,
-    outside_modes,
-    outside_transforms,
 )
 from torchpmap._collectives.backend import c10d
 from torchpmap._layout.axis_stack import is_of_one
-from torchpmap._trace.capture import Capture
 from torchpmap._trace.graphs import (
-    copy_written,
-    is_kept,
+    Closure,
+    all_modules,
+    all_nodes,
+    compute,
+    drop_dead,
     kind_of_node,
     placeholders,
     storages,
+    texts_in,
     writes,
     written_storages,
 )
@@ -31,25 +32,12 @@ _aten = torch.ops.aten
 _WAIT = c10d.wait_tensor.default
 
 
-def order_placeholders(graph: torch.fx.GraphModule, captured: Sequence[torch.fx.Node]) -> None:
-    """Put captured placeholders, which were created where they were met, between the index and the
-    inputs.
-    """
-    index = placeholders(graph.graph)[0]
-    for node in reversed(captured):
-        index.append(node)
-
-
-def refuse_lost_writes(graph: torch.fx.GraphModule, capture: Capture) -> None:
-    for real, held, name in capture.read:
-        if not held.same():
-            held.restore()
-            raise RuntimeError(lost_write(real, f" (.{name}())"))
-    written = written_storages(graph.graph)
-    for node, real in zip(capture.nodes, capture.captured, strict=True):
-        writer = written.get(node.meta["val"].untyped_storage()._cdata)
-        if writer is not None:
-            raise RuntimeError(lost_write(real, f" ({writer.target})"))
+def refuse_lost_writes(closure: Closure, place: str = "") -> None:
+    """Raise for a write to a tensor from outside; ``place``: of the graph, in the error."""
+    written = written_storages(closure.graph)
+    for node, tensor in zip(closure.nodes, closure.tensors, strict=True):
+        for storage in storages(node) & written.keys():
+            raise RuntimeError(lost_write(tensor, f" ({written[storage].target}{place})"))
 
 
 def refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch.Tensor]) -> None:
@@ -69,20 +57,43 @@ def refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch.
         )
 
 
-def protect_inputs(graph: torch.fx.GraphModule) -> bool:
+def protect_inputs(module: torch.fx.GraphModule) -> bool:
     """Let in-place writes to an input go to a copy, because the stored value may be used again;
     returns whether there are any.
     """
-    inputs = placeholders(graph.graph)
-    return copy_written(graph.graph, inputs, inputs[-1])
+    inputs, written, found = placeholders(module.graph), written_storages(module.graph), False
+    for node in inputs:
+        if not storages(node).isdisjoint(written):
+            with module.graph.inserting_after(inputs[-1]):
+                copy = module.graph.call_function(_aten.clone.default, (node,))
+            copy.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(copy)
+            copy.replace_input_with(copy, node)
+            found = True
+    return found
 
 
-def drop_detaches(graph: torch.fx.GraphModule) -> None:
-    """Nothing in the graph records gradients any more, so a detach is only time spent per call."""
-    for node in graph.graph.nodes:
+def clean(module: torch.fx.GraphModule) -> None:
+    """Take out what would only be time spent in each call.
+
+    Nothing in a graph records gradients any more, so it needs no detach.  Nothing else sees that
+    the shape of a tensor changes, if nothing else uses it: a matmul with a vector is written so by
+    torch, and as a write it would count as an effect.  A rank that is alone in its group gets a
+    copy of what it gives.
+    """
+    graph: Any = module.graph
+    for node in graph.nodes:
+        view = _IN_PLACE.get(node.target)
         if node.target is _aten.detach.default:
             node.replace_all_uses_with(node.args[0])
-            graph.graph.erase_node(node)
+            graph.erase_node(node)
+        elif view is not None and len(node.args[0].users) == 1:
+            node.target = view
+        elif node.target is _WAIT and is_of_one(str(node.args[0].args[-1])):
+            collective = node.args[0]
+            node.target, node.args = _aten.clone.default, collective.args[:1]
+            graph.erase_node(collective)
+    _drop_copies(module)
 
 
 _IN_PLACE = {
@@ -94,16 +105,6 @@ _IN_PLACE = {
     _aten.transpose_.default: _aten.transpose.int,
 }
 """Operations that change only the shape of a tensor -> what gives that shape."""
-
-
-def drop_in_place_views(graph: torch.fx.GraphModule) -> None:
-    """Nothing else sees that the shape of a tensor changes, if nothing else uses it: a matmul with
-    a vector is written so by torch.  As a write it would count as an effect.
-    """
-    for node in graph.graph.nodes:
-        view = _IN_PLACE.get(node.target)
-        if view is not None and len(node.args[0].users) == 1:
-            node.target = view
 
 
 _SQUEEZE, _UNSQUEEZE = _aten.squeeze.dim, _aten.unsqueeze.default
@@ -131,7 +132,7 @@ def keep_rows(module: torch.fx.GraphModule) -> None:
             node.replace_all_uses_with(whole)
             is_changed = True
     if is_changed:
-        graph.eliminate_dead_code(is_impure_node=is_kept)
+        drop_dead(graph)
 
 
 def _row_of(value: Any) -> torch.fx.Node | None:
@@ -160,22 +161,7 @@ def _keeps_rows(node: torch.fx.Node) -> bool:
     return result.ndim in dims and len({value.dtype for value in given}) == 1
 
 
-def drop_collectives_of_one(module: torch.fx.GraphModule) -> None:
-    """A rank that is alone in its group gets a copy of what it gives."""
-    for each in module.modules():
-        graph: Any = getattr(each, "graph", None)
-        for node in graph.find_nodes(op="call_function", target=_WAIT) if graph else ():
-            collective = node.args[0]
-            if is_of_one(str(collective.args[-1])):
-                with graph.inserting_before(node):
-                    copy = graph.call_function(_aten.clone.default, collective.args[:1])
-                copy.meta = node.meta
-                node.replace_all_uses_with(copy)
-                graph.erase_node(node)
-                graph.erase_node(collective)
-
-
-def drop_copies(module: torch.fx.GraphModule) -> None:
+def _drop_copies(module: torch.fx.GraphModule) -> None:
     """Take out the copies that nothing needs.
 
     One is needed if it or its source is written to, or if its strides are others.  Results share no
@@ -229,14 +215,8 @@ def _share(source: torch.fx.Node, before: int, now: int) -> None:
     """Let the views of a node have its memory, that had the memory of a copy of it."""
     for node in source.users:
         if before != now and before in storages(node):
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value)
-            with outside_modes(), outside_transforms():
-                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+            compute(node)
             _share(node, before, now)
-
-
-def _value(node: torch.fx.Node) -> Any:
-    return node.meta["val"]
 
 
 def drop_unused_index(graph: torch.fx.GraphModule) -> bool:
@@ -249,20 +229,7 @@ def drop_unused_index(graph: torch.fx.GraphModule) -> bool:
 
 def names_in(graph: torch.fx.GraphModule) -> list[str]:
     """Every text among the arguments of a graph, and of the graphs inside it, once."""
-    found: dict[str, None] = {}
-
-    def visit(value: Any) -> None:
-        if isinstance(value, str):
-            found[value] = None
-        elif isinstance(value, list | tuple):
-            for item in value:
-                visit(item)
-
-    for module in graph.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
-                visit([*node.args, *node.kwargs.values()])
-    return list(found)
+    return list(dict.fromkeys(text for node in all_nodes(graph) for text in texts_in(node)))
 
 
 def input_kinds(graph: torch.fx.GraphModule) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
@@ -271,8 +238,8 @@ def input_kinds(graph: torch.fx.GraphModule) -> tuple[tuple[tuple[int, ...], tor
 
 
 def finish_graph(graph: torch.fx.GraphModule) -> None:
-    for module in graph.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+    for module in all_modules(graph):
+        for node in module.graph.nodes:
             keep_only_places(node)  # fake tensors do not travel
-    graph.graph.lint()
-    graph.recompile()
+        module.graph.lint()
+        module.recompile()

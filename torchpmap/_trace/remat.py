@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 
-from torchpmap._base.context import assigned
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.torch_internals import (
     OpOverload,
@@ -32,11 +29,10 @@ from torchpmap._base.torch_internals import (
     autograd_node,
     has_transforms,
     next_node_number,
-    outside_fake_mode,
     tracing_mode,
 )
 from torchpmap._base.torch_versions import checkpoint_bracket
-from torchpmap._trace.graphs import is_kept, placeholders
+from torchpmap._trace.graphs import call, current_capture, drop_dead, placeholders
 from torchpmap._trace.repetition import keep_places
 from torchpmap.random._streams import active_streams
 
@@ -45,8 +41,6 @@ _SAVED = (
     torch_checkpoint.CheckpointPolicy.MUST_SAVE,
     torch_checkpoint.CheckpointPolicy.PREFER_SAVE,
 )
-
-_current: ContextVar[Record | None] = ContextVar("torchpmap_record", default=None)
 
 # -- while a function runs -------------------------------------------------------------------------
 
@@ -81,25 +75,21 @@ class Record:
         """Operations of a backward pass -> number of the autograd node that they belong to."""
         self._open: list[Region] = []
 
-    def entered(self) -> AbstractContextManager[None]:
-        """In the block, checkpoints are recorded here."""
-        return assigned(_current, self)
-
     @contextlib.contextmanager
-    def operation(self) -> Iterator[None]:
-        """Record, if it is that of a backward pass, what is traced in the block."""
+    def operation(self, graph: Graph) -> Iterator[None]:
+        """Record, if it is that of a backward pass, what the block adds to the graph."""
         node = autograd_node()
-        if node is None or tracing_mode() is None:
+        if node is None:
             yield
             return
-        with _made() as made:
+        with _made(graph) as made:
             yield
         self.backward |= dict.fromkeys(made, node._sequence_nr())
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
         """Record what is traced in the block as a region that is to be computed again."""
-        with _made() as made:
+        with _made(tracing_mode().tracer.graph) as made:
             region = Region(made, next_node_number())
             (self._open[-1].inside if self._open else self.regions).append(region)
             self._open.append(region)
@@ -119,11 +109,9 @@ class Record:
 
 
 @contextlib.contextmanager
-def _made() -> Iterator[list[Node]]:
-    """The nodes that the trace of this thread adds to its graph in the block."""
-    mode = tracing_mode()
-    assert mode is not None
-    root = mode.tracer.graph._root
+def _made(graph: Graph) -> Iterator[list[Node]]:
+    """The nodes that the block adds to a graph."""
+    root = graph._root
     last, nodes = root.prev, list[Node]()
     try:
         yield nodes
@@ -156,9 +144,9 @@ def _bracket(own: Callable[..., Generator[None]], context_fn: Callable[[], Any])
     streams = active_streams()
     if streams is None:
         return own()
-    record = _current.get()
-    if record is not None and tracing_mode() is not None:
-        return _traced(record, context_fn)
+    capture = current_capture()
+    if capture is not None:
+        return _traced(capture.record, context_fn)
     if tracing_mode() is not None or has_transforms():
         return _plain(context_fn)
 
@@ -220,7 +208,6 @@ def rematerialize(graph: GraphModule, record: Record, *, ordered: bool, split: b
     late = {node for node in record.backward if node in alive}
     for region in reversed(record.regions):
         _Again(graph, record, late, ordered, split).run(region, set(region.nodes) & alive)
-    graph.graph.lint()
     return late
 
 
@@ -323,10 +310,7 @@ class _Again:
         return True
 
     def _call(self, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
-        node = self._graph.call_function(target, args, kwargs)
-        values = torch.fx.map_arg((args, kwargs), lambda source: source.meta["val"])
-        with outside_fake_mode():
-            node.meta["val"] = target(*values[0], **values[1])
+        node = call(self._graph, target, *args, **kwargs)
         self._late.add(node)
         return node
 
@@ -363,7 +347,7 @@ def without_writes(graph: GraphModule, record: Record) -> GraphModule:
             raise
         interpreter = _Copying(graph)
         result = replayed(interpreter)
-    result.graph.eliminate_dead_code(is_impure_node=is_kept)
+    drop_dead(result.graph)
     record.follow(interpreter.made)
     keep_places(interpreter.made)
     return result
@@ -377,7 +361,7 @@ class Following(torch.fx.Interpreter):
         self.made: dict[Node, list[Node]] = {}
 
     def run_node(self, n: Node) -> Any:
-        with _made() as self.made[n]:
+        with _made(tracing_mode().tracer.graph) as self.made[n]:
             return super().run_node(n)
 
 

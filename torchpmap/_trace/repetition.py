@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torchpmap._base.sources import PACKAGE, STDLIB, is_users, line
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._trace import recording
-from torchpmap._trace.graphs import inner_modules
+from torchpmap._trace.graphs import all_modules, inner_modules
 
 LIMIT = 200
 """How often a line may make the same operation without a word about it: or once for every input,
@@ -63,6 +63,8 @@ class Executions:
         self._is_asked_for = False
         """Whether that is part of a loop that the user wants unrolled."""
         self._number = 0
+        self.place: tuple[str, int] | None = None
+        """The line that made the latest node."""
         self._counts: Counter[tuple[str, int]] = Counter()
 
     def end(self) -> None:
@@ -82,9 +84,9 @@ class Executions:
             if known[file] if file in known else self._belongs_to_user(frame, file):
                 break
             called, frame = frame, frame.f_back
-        if frame is None:
+        self.place = place = None if frame is None else (file, frame.f_lineno)
+        if place is None:
             return
-        place = file, frame.f_lineno
         if called is not self._called:
             self._called = called
             self._number += 1
@@ -157,9 +159,9 @@ def repeated(graph: GraphModule) -> Repeated | None:
     """
     inputs = len(graph.graph.find_nodes(op="placeholder"))
     most = Repeated("", max(LIMIT, inputs), "")
-    for module in graph.modules():
+    for module in all_modules(graph):
         counts: dict[Any, tuple[int, int]] = {}  # number of executions, and the latest
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+        for node in module.graph.nodes:
             place = node.meta.get(_PLACE)
             if place is None:
                 continue

@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.fx import Graph, Node
 
-from torchpmap._base.context import assigned
 from torchpmap._base.storages import storage_number
 from torchpmap._base.torch_internals import (
-    OpOverload,
     innermost,
     is_vmap_wrapper,
     layers,
@@ -38,10 +34,13 @@ from torchpmap._trace.graphs import (
     COND,
     SCAN,
     WHILE,
+    current_capture,
     inner_graphs,
     kind_of_node,
     placeholders,
     results_of,
+    texts_in,
+    written_by,
 )
 
 _EQUALISING = (c10d.all_reduce.default, c10d.all_gather_into_tensor.default)
@@ -145,7 +144,7 @@ def varying_nodes(
             )
         if differs:
             varying.add(node)
-            targets = _written_by(node)
+            targets = written_by(node)
             if flags is not None:  # of lists, those places that vary
                 targets = [x for k, x in enumerate(targets) if flags[k % len(flags)]]
             written.update(bases[target] for target in targets)
@@ -160,7 +159,8 @@ def _memory(node: Node, bases: Mapping[Node, Hashable]) -> Hashable:
         return number
     if node.target is operator.getitem:
         return bases[node.all_input_nodes[0]]
-    shared = _arguments(node, lambda argument: argument.alias_info is not None)
+    is_view = getattr(node.target, "is_view", False)
+    shared = written_by(node) or (node.all_input_nodes if is_view else [])
     return bases[shared[0]] if shared else node
 
 
@@ -173,32 +173,16 @@ def _elements(node: Node) -> list[list[Node]]:
     return [[*(x for x in row if isinstance(x, Node)), *alone] for row in rows]
 
 
-def _written_by(node: Node) -> list[Node]:
-    """The arguments that a node writes into."""
-    return _arguments(node, lambda argument: argument.alias_info and argument.alias_info.is_write)
-
-
-def _arguments(node: Node, chosen: Callable[[Any], Any]) -> list[Node]:
-    if not isinstance(node.target, OpOverload):
-        return []
-    found: list[Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if chosen(argument):
-            given = node.kwargs.get(argument.name)
-            if position < len(node.args):
-                given = node.args[position]
-            torch.fx.node.map_arg(given, found.append)
-    return found
-
-
 def index_values(graph: Graph, index: Node, count: int) -> dict[Node, Sequence[int]]:
     """What is computed from the index of the device alone: per node, the value on every device."""
+    if not index.users:
+        return {index: range(count)}
     values: dict[Node, Any] = {index: np.arange(count)}
     bases: dict[Node, Hashable] = {}
     written: set[Hashable] = set()
     for node in graph.nodes:
         bases[node] = _memory(node, bases)
-        written.update(bases[target] for target in _written_by(node))
+        written.update(bases[target] for target in written_by(node))
         sources = node.all_input_nodes
         if not written.isdisjoint(bases[source] for source in sources):
             continue
@@ -263,10 +247,6 @@ class Replication:
         self._varying: dict[Partition, tuple[int, set[Node]]] = {}
         """Per lines: the length of the graph, and the nodes that may differ."""
 
-    def entered(self) -> AbstractContextManager[None]:
-        """A block in which ``is_same`` knows of this trace."""
-        return assigned(_known, self)
-
     def settle(self, demands: Sequence[Demand]) -> list[torch.Tensor]:
         """The outputs.  Blocks that must be the same but may differ are broadcast from the first
         device, or refused.
@@ -304,12 +284,10 @@ class Replication:
         return found
 
 
-_known: ContextVar[Replication | None] = ContextVar("torchpmap_replication", default=None)
-
-
 def is_same(value: torch.Tensor, parts: Parts) -> bool:
     """Whether it is proved, before anything runs, that a value is the same along a bound axis."""
-    known = _known.get()
+    capture = current_capture()
+    known: Replication | None = None if capture is None else capture.replication
     for part in parts:
         if part.group is None:
             level = level_of(part.index)
@@ -448,17 +426,9 @@ def _communicating(node: Node) -> Iterator[tuple[str, Any]]:
     for graph in inner_graphs(node):
         for other in graph.nodes:
             if getattr(other.target, "namespace", "") in NAMESPACES:
-                for text in _texts([*other.args, *other.kwargs.values()]):
+                for text in texts_in(other):
                     yield text, other.target
             yield from _communicating(other)
-
-
-def _texts(values: Sequence[Any]) -> Iterator[str]:
-    for value in values:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _texts(value)
 
 
 def parting(graph: Graph, varying: Collection[Node], along: Along) -> Iterator[Node]:

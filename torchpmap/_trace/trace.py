@@ -18,7 +18,6 @@ trace, not with the package.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import time
@@ -35,7 +34,6 @@ from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.sources import is_users, line, users_line
 from torchpmap._base.torch_errors import needs_a_value
 from torchpmap._base.torch_internals import (
-    FakeTensorMode,
     depth,
     forward_level,
     innermost,
@@ -50,33 +48,29 @@ from torchpmap._layout.axis_stack import Axis, Partition, peers, subgroup_name
 from torchpmap._trace.buckets import bucketed
 from torchpmap._trace.capture import (
     Capture,
-    KeepData,
     SettingChanged,
-    Substitute,
+    TracedCalls,
+    as_it_is,
     clean_grads,
     is_real,
 )
 from torchpmap._trace.chunks import unroll_short_scans
 from torchpmap._trace.graphs import results_of, writes
 from torchpmap._trace.idioms import idiom
-from torchpmap._trace.leaves import Leaves, SubstituteLeaves, needs_leaves
+from torchpmap._trace.leaves import CallsWithLeaves, Leaves, needs_leaves
 from torchpmap._trace.partition import Halves, split
 from torchpmap._trace.passes import (
-    drop_collectives_of_one,
-    drop_copies,
-    drop_detaches,
-    drop_in_place_views,
+    clean,
     drop_unused_index,
     finish_graph,
     input_kinds,
     keep_rows,
     names_in,
-    order_placeholders,
     protect_inputs,
     refuse_lost_gradients,
     refuse_lost_writes,
 )
-from torchpmap._trace.remat import Record, rematerialize, without_writes
+from torchpmap._trace.remat import rematerialize, without_writes
 from torchpmap._trace.repetition import Repeated, repeated
 from torchpmap._trace.replication import Demand, Replication
 from torchpmap._trace.seeds import generator_kept
@@ -157,7 +151,6 @@ def trace(
     cotangents.  ``ordered``: whether the graph runs as it is.
     """
     begin = time.monotonic()
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     groups: dict[str, Partition] = {}
 
     def subgroup(partition: Partition) -> str:
@@ -165,33 +158,31 @@ def trace(
         groups[name] = partition
         return name
 
-    record = Record()
-    capture = Capture(fake_mode, functools.partial(new_fake, fake_mode), device, record)
+    capture = Capture(device)
+    record = capture.record
 
     def flat(index: torch.Tensor, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = run(index, blocks)
         sources = index, *blocks, *capture.stand_ins.values()
         given = {t.untyped_storage()._cdata for t in sources}
-        return tuple(_finish(block, given) for block in results)
+        with torch.no_grad():
+            return tuple(_finish(block, given) for block in results)
 
     def run(index: torch.Tensor, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         axis = Axis(axis_name, axis_size, index, group, subgroup)
-        modes = capture, KeepData(capture), substitute
-        with contextlib.ExitStack() as stack:
-            for mode in (capture.views.entered(), record.entered(), *modes, torch.enable_grad()):
-                stack.enter_context(mode)
-            known = Replication(
+        with capture.views.entered(), calls, torch.enable_grad():
+            known = capture.replication = Replication(
                 capture.graph,
                 [i.blocks for i in inputs],
                 lambda: [] if same_closures else capture.nodes,
                 ChainMap(groups, {group: peers(axis)}),
                 capture.node_of,
             )
-            with known.entered():
-                demands = body(blocks, axis)
-            capture.executions.end()
+            demands = body(blocks, axis)
             demands = [d._replace(block=capture.substitute(d.block)) for d in demands]
-            return known.settle(demands)
+            outputs = known.settle(demands)
+            capture.end()
+            return outputs
 
     enclosing_depth = depth()
 
@@ -208,22 +199,25 @@ def trace(
         return capture.on_enter_transform(find(tensor))
 
     leaves = Leaves(capture) if needs_leaves(device) else None
-    substitute = SubstituteLeaves(find, leaves) if leaves else Substitute(find, on_enter_transform)
+    mapped = find if enclosing_depth else as_it_is
+    calls = (
+        CallsWithLeaves(mapped, leaves)
+        if leaves
+        else TracedCalls(capture, mapped, on_enter_transform)
+    )
     kinds = [((), torch.int64), *((i.shape, i.dtype) for i in inputs)]
     with _lock, clean_grads(capture) as leftover:
-        graph = recorded(flat, kinds, fake_mode, device)
+        graph = recorded(flat, kinds, capture)
     leftover += leaves.gradients() if leaves else []
     seconds = time.monotonic() - begin
     drop_unread(graph)
     often = repeated(graph)
     refuse_lost_gradients(graph, leftover)
-    refuse_lost_writes(graph, capture)
-    order_placeholders(graph, capture.nodes)
+    capture.refuse_writes_by_python()
+    refuse_lost_writes(capture)
+    capture.place(1)
     writes_inputs = protect_inputs(graph)
-    drop_detaches(graph)
-    drop_in_place_views(graph)
-    drop_collectives_of_one(graph)
-    drop_copies(graph)
+    clean(graph)
     uses_index = drop_unused_index(graph)
     if (record.regions or split_at is not None) and writes(graph.graph):
         graph = without_writes(graph, record)
@@ -234,7 +228,7 @@ def trace(
     traced = Traced(
         graph=graph,
         uses_index=uses_index,
-        captured=tuple(capture.captured),
+        captured=tuple(capture.tensors),
         pinned=(*capture.pinned, *(tensor for tensor, *_ in capture.read)),
         shapes=tuple(tuple(output.shape) for output in outputs),
         dtypes=tuple(output.dtype for output in outputs),
@@ -260,12 +254,12 @@ def trace(
 def recorded(
     fun: Callable[..., Sequence[torch.Tensor]],
     inputs: Sequence[tuple[Sequence[int], torch.dtype]],
-    fake_mode: Any,
-    device: torch.device,
+    capture: Capture,
 ) -> torch.fx.GraphModule:
     """The graph of a function of fake tensors of these shapes and dtypes; raises ``Untraceable`` if
     it cannot become one.
     """
+    device, fake_mode = capture.device, capture.fake_mode
     import_dynamo()
     from torchpmap._trace.graph_mode import graph_of
 
@@ -273,7 +267,7 @@ def recorded(
         arguments = [new_fake(fake_mode, shape, dtype, device) for shape, dtype in inputs]
         with fake_mode, whole():
             try:
-                return graph_of(fun, arguments)
+                return graph_of(fun, arguments, capture)
             except Exception as error:
                 verdict = _untraceable(error)
                 if verdict is None:
@@ -282,10 +276,10 @@ def recorded(
 
 
 def _finish(block: torch.Tensor, given: set[int]) -> torch.Tensor:
-    """The block as it is stored: contiguous, detached, and sharing no memory with an input (inputs
-    may be freed or donated).
+    """The block as it is stored: contiguous, and sharing no memory with an input (inputs may be
+    freed or donated).
     """
-    block = block.detach().contiguous()
+    block = block.contiguous()
     return block.clone() if block.untyped_storage()._cdata in given else block
 
 

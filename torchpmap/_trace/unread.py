@@ -39,7 +39,6 @@ def drop_unread(module: GraphModule) -> None:
             drop_unread(inner)
         if is_scan:
             _drop_inputs(node)
-    module.recompile()
 
 
 def _drop_outputs(node: Node) -> None:
@@ -68,4 +67,3 @@ def _drop_inputs(node: Node) -> None:
         if place not in kept:
             body.graph.erase_node(place)
     node.args = (node.args[0], init, [xs[k] for k in used], tuple(reads[k] for k in read))
-    body.recompile()

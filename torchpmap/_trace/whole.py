@@ -25,12 +25,10 @@ from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
 from torchpmap._base.sources import users_line
-from torchpmap._base.torch_internals import FakeTensorMode
-from torchpmap._trace.capture import KeepData
-from torchpmap._trace.graphs import is_kept, output_of, results_of, writes
+from torchpmap._trace.graphs import drop_dead, output_of, results_of, writes
 from torchpmap._trace.optimizers import Numbers, Optimizers
-from torchpmap._trace.passes import drop_copies, drop_detaches, drop_in_place_views, protect_inputs
-from torchpmap._trace.remat import Record, without_writes
+from torchpmap._trace.passes import clean, protect_inputs
+from torchpmap._trace.remat import without_writes
 from torchpmap._trace.trace import recorded
 from torchpmap._trace.traced_views import settle
 from torchpmap._trace.transform_rules import TransformRules
@@ -99,9 +97,7 @@ def trace_whole(
     ``arguments``: real ones, for their kinds and gradients.  ``seed``: stands for the key of the
     random numbers of a call.  ``known``: optimizers that the function reaches.
     """
-    record = Record()
-    capture = WholeCapture(FakeTensorMode(allow_non_fake_inputs=True), device, record, hook)
-    keep = KeepData(capture)
+    capture = WholeCapture(device, hook)
     optimizers = Optimizers(capture, known)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
     found: list[_Found] = []
@@ -109,9 +105,8 @@ def trace_whole(
     def flat(*given: torch.Tensor) -> list[torch.Tensor]:
         with ExitStack() as stack:
             for mode in (
-                *(capture.views.entered(), record.entered(), capture, keep),
-                *(Replace(capture, keep), grad_mode, optimizers.watched()),
-                streams(seed, None, "different"),
+                *(capture.views.entered(), Replace(capture), grad_mode),
+                *(optimizers.watched(), streams(seed, None, "different")),
             ):
                 stack.enter_context(mode)
             for real, x in zip(arguments, given, strict=True):
@@ -124,8 +119,8 @@ def trace_whole(
             optimizers.check()
             for numbers in optimizers.numbers:
                 numbers.write_next()
-            states = [*capture.captured, *arguments]
-            stand_ins = [capture.stand_ins[id(x)] for x in capture.captured]
+            states = [*capture.tensors, *arguments]
+            stand_ins = [capture.stand_ins[id(x)] for x in capture.tensors]
             leaves = list(capture.leaves.values())
             grads = [leaf.gradient() for leaf in leaves]
             refuse_others(results, [*stand_ins, *given, *grads])
@@ -133,6 +128,7 @@ def trace_whole(
             through = [k for k, answer in enumerate(answers) if answer is True]
             ends = [results[k] for k in through]
             cotangents, pulled = pulled_back(capture, ends, given)
+        capture.end()
         overwritten = {k: text for k, text in enumerate(answers) if isinstance(text, str)}
         done = returned, len(results), states, leaves, grads
         found.append(_Found(*done, through, overwritten, cotangents, pulled))
@@ -141,8 +137,8 @@ def trace_whole(
             return [x.detach() for x in (*results, *stand_ins, *given, *kept)]
 
     kinds = [(tuple(x.shape), x.dtype) for x in arguments]
-    graph = recorded(flat, kinds, capture._fake_mode, device)
-    graph = _functional(graph, capture, record)
+    graph = recorded(flat, kinds, capture)
+    graph = _functional(graph, capture)
     return _effects(graph, capture, optimizers, found[-1])
 
 
@@ -165,20 +161,18 @@ class _Found(NamedTuple):
     """What each leaf gets from them; empty if there are none."""
 
 
-def _functional(graph: GraphModule, capture: WholeCapture, record: Record) -> GraphModule:
+def _functional(graph: GraphModule, capture: WholeCapture) -> GraphModule:
     """The graph without writes, with what is captured before the arguments."""
     nodes = graph.graph.nodes
     for node in reversed(list(nodes)):  # what Optimizer.step tells the profiler
         if getattr(node.target, "namespace", "") == "profiler" and not node.users:
             graph.graph.erase_node(node)
-    for node in reversed(capture.nodes):
-        next(iter(nodes)).prepend(node)
+    capture.place(0)
+    clean(graph)
     if writes(graph.graph):
         protect_inputs(graph)
-        drop_in_place_views(graph)
-        graph = without_writes(graph, record)
-    drop_detaches(graph)
-    drop_copies(graph)
+        graph = without_writes(graph, capture.record)
+        clean(graph)
     return graph
 
 
@@ -187,7 +181,7 @@ def _effects(
 ) -> WholeTrace:
     """Of the results, keep those that tell of an effect; of what is captured, what is used."""
     outputs, num, states = results_of(graph.graph), found.num_results, found.states
-    places, closed_over = split_off(graph, capture.captured, found.cotangents)
+    places, closed_over = split_off(graph, capture.tensors, found.cotangents)
     given = places[len(closed_over) :]
     before = [*places[: len(states) - len(given)], *given]  # not what only the backward pass meets
     changed = _written(states, before, outputs[num:])
@@ -212,7 +206,7 @@ def _effects(
     effects = (*written, *counted, *graded, *pulled)
     kept = (*outputs[:num], *(node for _, node in effects))
     output_of(graph.graph).args = (kept,)
-    graph.graph.eliminate_dead_code(is_impure_node=is_kept)
+    drop_dead(graph.graph)
     captured = [x for x, place in zip(closed_over, places, strict=False) if place.users]
     for place in places[: len(closed_over)]:
         if not place.users:

@@ -23,14 +23,12 @@ from torchpmap._base.torch_internals import (
     BACKWARD,
     function_modes,
     is_wrapped,
-    new_fake,
     outside_modes,
     outside_transforms,
     torch_function_off,
 )
 from torchpmap._base.torch_versions import applying
-from torchpmap._trace.capture import Capture, KeepData, Substitute, here, is_real
-from torchpmap._trace.remat import Record
+from torchpmap._trace.capture import Capture, TracedCalls, here, is_real
 from torchpmap._trace.untraceable import Untraceable
 
 Hook = Callable[[torch.Tensor, torch.Tensor], None]
@@ -82,8 +80,8 @@ class Leaf:
 class WholeCapture(Capture):
     """Makes the stand-in of a leaf of autograd a leaf."""
 
-    def __init__(self, fake_mode: Any, device: torch.device, record: Record, hook: Hook) -> None:
-        super().__init__(fake_mode, functools.partial(new_fake, fake_mode), device, record)
+    def __init__(self, device: torch.device, hook: Hook) -> None:
+        super().__init__(device)
         self._hook = hook
         self.leaves: dict[int, Leaf] = {}
         """By the id of the stand-in."""
@@ -201,18 +199,19 @@ def _requires_grad(tensor: torch.Tensor) -> bool:
         return tensor.requires_grad
 
 
-class Replace(Substitute):
+class Replace(TracedCalls):
     """Puts stand-ins in the place of real tensors, and hears of questions for gradients.
 
     torch turns modes off while ``backward()`` runs, where hooks, functions of the user and
-    checkpoints meet real tensors too, so there this and ``keep`` are entered again.
+    checkpoints meet real tensors too, so there this is entered again.
     """
 
-    def __init__(self, capture: WholeCapture, keep: KeepData) -> None:
-        super().__init__(lambda x: capture.substitute(self._checked(x)) if _is_users(x) else x)
+    def __init__(self, capture: WholeCapture) -> None:
+        super().__init__(
+            capture, lambda x: capture.substitute(self._checked(x)) if _is_users(x) else x
+        )
         self._grad_of = capture.grad_of
         self._leaves = capture.leaves
-        self._keep = keep
 
     def _checked(self, x: torch.Tensor) -> torch.Tensor:
         if id(x) in self._grad_of:
@@ -230,7 +229,7 @@ class Replace(Substitute):
     def run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self in function_modes():
             return run(*args, **kwargs)
-        with self._keep, self:
+        with self:
             return run(*args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

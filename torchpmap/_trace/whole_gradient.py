@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torchpmap._base.ambient import ambient, applied, for_graph
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import outside_modes, torch_function_off
-from torchpmap._trace.graphs import copied_whole, is_kept, output_of, placeholders, results_of
+from torchpmap._trace.graphs import copied_whole, drop_dead, output_of, placeholders, results_of
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole_capture import WholeCapture
 
@@ -181,7 +181,7 @@ def given_only(graph: GraphModule, count: int, given: Collection[int]) -> tuple[
             node.replace_input_with(source, _zeros(graph.graph, source, node))
     results = [None if node in missing else node for node in results_of(graph.graph)]
     output_of(graph.graph).args = (tuple(node for node in results if node is not None),)
-    graph.graph.eliminate_dead_code(is_impure_node=is_kept)
+    drop_dead(graph.graph)
     for place in missing.intersection(cotangents):
         graph.graph.erase_node(place)
     graph.recompile()

@@ -11,13 +11,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.pytree import tree_leaves
-from torchpmap._base.torch_internals import LazyGraphModule, OpOverload, gives_views, written_values
+from torchpmap._base.torch_internals import LazyGraphModule, OpOverload, gives_views
 from torchpmap._layout.axis_stack import Partition
 from torchpmap._plan.collectives import groups_of
 from torchpmap._trace.boxed import Boxed
 from torchpmap._trace.compile import Backend, Definition, compile_definition, parse_compile
 from torchpmap._trace.effects import distance, wide
-from torchpmap._trace.graphs import copied_whole
+from torchpmap._trace.graphs import all_modules, copied_whole, written_by
 from torchpmap._trace.repetition import place_of
 from torchpmap.debug._lockstep import (
     Lockstep,
@@ -125,8 +125,8 @@ def in_dtype(dtype: torch.dtype) -> Variant:
         lockstep: Lockstep, graph: GraphModule, inputs: list[Values], ranks: Sequence[int]
     ) -> Steps:
         graph = copied_whole(graph)
-        for module in graph.modules():
-            for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+        for module in all_modules(graph):
+            for node in module.graph.nodes:
                 if node.op == "get_attr":
                     setattr(module, node.target, changed(getattr(module, node.target)))
                 elif node.target is _BITS:
@@ -240,7 +240,7 @@ class _Compiled(Lockstep):
 def _segments(graph: Graph) -> list[_Segment]:
     found: list[list[Node]] = [[]]
     for node in graph.nodes:
-        if any(map(_has_views, _written(node))):
+        if any(map(_has_views, written_by(node))):
             raise NotImplementedError(
                 f"bisect: {node.name} writes to memory that other values share, so operations "
                 "cannot be compiled apart. Compare with dtype=torch.float64."
@@ -257,14 +257,9 @@ def _is_computed(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or groups_of(node) or node.is_impure():
         return False
-    if _written(node):
+    if written_by(node):
         return False
     return [str(each.type) for each in target._schema.returns] == ["Tensor"]
-
-
-def _written(node: Node) -> list[Any]:
-    is_operation = isinstance(node.target, OpOverload)
-    return written_values(node.target, node.args, node.kwargs) if is_operation else []
 
 
 def _has_views(value: Any) -> bool:

@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from torchpmap._base.ambient import SETTINGS, applied, callers_modes_off
 from torchpmap._base.boundary import boundary
@@ -21,7 +21,7 @@ from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import tree_leaves
 from torchpmap._base.torch_internals import outside_modes, outside_transforms
 from torchpmap._trace.effects import wide
-from torchpmap._trace.graphs import placeholders
+from torchpmap._trace.graphs import all_nodes, placeholders
 from torchpmap._trace.repetition import file_and_line, place_of
 from torchpmap._transforms.nans import holds
 from torchpmap.debug._bisect import (
@@ -174,7 +174,7 @@ def replay(file: str | os.PathLike[str], *, at: str | None = None) -> Replay:
         ([4.1931471824646, nan], 'aten.log.default', 1)
     """
     recorded = _loaded(file)
-    watch, nodes = _Watch(at), _nodes_of(recorded.graph)
+    watch, nodes = _Watch(at), all_nodes(recorded.graph)
     if at is not None and not any(_is_at(node, at) for node in nodes):
         raise ValueError(
             f"replay: no operation is at {at!r}. A line is known if it was traced while record was "
@@ -294,16 +294,10 @@ def _is_at(node: Node, at: str) -> bool:
     return at == node.name or f"/{file}:{number}".endswith(f"/{at}")
 
 
-def _nodes_of(graph: GraphModule) -> list[Node]:
-    """Also those of the graphs in it."""
-    modules = [module for module in graph.modules() if isinstance(module, GraphModule)]
-    return [node for module in modules for node in module.graph.nodes]
-
-
 def _shape(recorded: Recorded) -> list[Any]:
     """What two runs of one graph have in common."""
     kinds = [[(x.shape, x.dtype) for x in blocks.values()] for blocks in recorded.inputs]
-    nodes = [(node.name, str(node.target)) for node in _nodes_of(recorded.graph)]
+    nodes = [(node.name, str(node.target)) for node in all_nodes(recorded.graph)]
     return [recorded.facts.ranks, kinds, nodes]
 
 

@@ -23,6 +23,7 @@ from torchpmap._base.torch_internals import (
     as_if_compiling,
     disable_dynamo,
     has_transforms,
+    is_transformed,
     num_modes,
 )
 from torchpmap.optim import _checks as checks
@@ -161,9 +162,8 @@ class FunctionalOptimizer:
             checks.refuse_lost_derivatives(tree_leaves(inputs))
 
         def step(*inputs: Any) -> Any:
-            copies, grads, states, hyperparameters = tree_map_only(
-                torch.Tensor, lambda x: (x if differentiable else x.detach()).clone(), inputs
-            )
+            copy = torch.clone if differentiable else _constant
+            copies, grads, states, hyperparameters = tree_map_only(torch.Tensor, copy, inputs)
             optimizer = self._build(copies, structure)
             optimizer.state = defaultdict(dict)
             for p, grad, entries in zip(copies, grads, states, strict=True):
@@ -194,6 +194,10 @@ class FunctionalOptimizer:
                 "to init or update. Use the tensors of the tree that the function receives."
             )
         return optimizer
+
+
+def _constant(x: torch.Tensor) -> torch.Tensor:
+    return (x.detach() if x.requires_grad or is_transformed() else x).clone()
 
 
 def _state_of(optimizer: Optimizer, p: torch.Tensor) -> dict[str, Any]:
