@@ -17,7 +17,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -156,6 +156,43 @@ class Environment:
         return (
             fun.__code__ is code and fun.__defaults__ is defaults and fun.__kwdefaults__ is keywords
         )
+
+
+class Surroundings:
+    """What a program reads from outside itself, besides tensors.
+
+    Args:
+        intact: more of what must stay, each with whether it has.
+    """
+
+    def __init__(
+        self, environments: Sequence[Environment], intact: Sequence[Callable[[], bool]] = ()
+    ) -> None:
+        self._environments = environments
+        self._intact = intact
+
+    def copy(self) -> Surroundings:
+        """The same, noted at the same time; later calls may note anew."""
+        return Surroundings([each.copy() for each in self._environments], self._intact)
+
+    def objects(self) -> list[Any]:
+        """All that is reached."""
+        return [x for each in self._environments for x in each.objects()]
+
+    def changed(self) -> bool:
+        """Whether something has changed since the program was traced."""
+        for environment in self._environments:
+            if environment.changed():
+                return True
+        return not all(is_intact() for is_intact in self._intact)
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """See ``Environment``."""
+        with contextlib.ExitStack() as stack:
+            for environment in self._environments:
+                stack.enter_context(environment.tracing())
+            yield
 
 
 def others_run() -> bool:

@@ -11,7 +11,7 @@ import reprlib
 import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 import torch
@@ -23,7 +23,7 @@ from torchpmap._base.ambient import keyed
 from torchpmap._base.boundary import boundary, fold
 from torchpmap._base.busy import waiting
 from torchpmap._base.config import config
-from torchpmap._base.errors import TraceError, kind_of, warn
+from torchpmap._base.errors import TraceError, kind_of
 from torchpmap._base.exact import exact
 from torchpmap._base.sources import defined_at
 from torchpmap._base.torch_internals import (
@@ -38,8 +38,8 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import with_sharding_constraint
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import recording
-from torchpmap._trace.compile import EAGER, parse_compile
-from torchpmap._trace.environment import Environment
+from torchpmap._trace.compile import parse_compile
+from torchpmap._trace.environment import Environment, Surroundings
 from torchpmap._trace.optimizers import NotYet
 from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
@@ -59,8 +59,15 @@ _MAX_PROGRAMS = 8
 """Of one kind of call, that differ in what they close over."""
 _MAX_KINDS = 256
 """Of calls, whose programs are kept."""
+_BY_OPERATION = "operation by operation"
 _BY_NAME = (Optimizer, LRScheduler, torch.amp.GradScaler)
 """What changes in each step: of these the code's own reads are watched."""
+
+
+_Known = tuple[Program | Outline | None, Surroundings]
+"""What runs a kind of call, and what it reads from outside; None: the function itself, as it cannot
+be traced.
+"""
 
 
 class Jitted(Generic[_P, _R]):
@@ -83,17 +90,12 @@ class Jitted(Generic[_P, _R]):
             self._fun = functools.partial(_laid_out, fun, out_shardings)
         self._given = compile, fullgraph, timeout, out_shardings
         backend = parse_compile(compile)
+        self._options = Options(name_of(fun), backend, fullgraph, timeout, defined_at(fun))
         self._is_traced = backend is not None
-        self._options = Options(name_of(fun), defined_at(fun), backend or EAGER, timeout)
-        self._fullgraph = fullgraph
-        self._has_refused = False
         self._lock = threading.RLock()
-        self._programs: dict[Hashable, list[tuple[Program | Outline, list[Environment]]]] = {}
-        """With each, what it reads from outside, and what the objects among its arguments lead to.
-        The latest is first: ``train()`` and ``eval()`` take turns.
-        """
+        self._programs: dict[Hashable, list[_Known]] = {}
+        """The latest is first: ``train()`` and ``eval()`` take turns."""
         self._traces = Retraces()
-        self._untraceable: set[Hashable] = set()
         self._environment = Environment(fun, by_name=_BY_NAME)
         self._runtime: Any = None
         self._make: Callable[..., Program] = Program
@@ -115,7 +117,7 @@ class Jitted(Generic[_P, _R]):
         if self._is_part():
             return self.__wrapped__(*args, **kwargs)
         if not self._is_traced and (is_transformed() or not config.sought):
-            recording.lacks(self._options.prefix, "operation by operation")
+            recording.lacks(self._options.prefix, _BY_OPERATION)
             fun = self.__wrapped__ if is_transformed() else self._fun
             return cast(_R, fun(*args, **kwargs))
         try:
@@ -157,22 +159,14 @@ class Jitted(Generic[_P, _R]):
             if config.sought and program.has_effects:
                 return self._by_operation(args, kwargs)
             return program.run(call.tensors)
-        if program is not None and not self._has_refused:
-            because = (
-                "an argument shares its value with another, or with what the function closes over, "
-                "and the function writes to one of them."
-            )
-            if self._fullgraph:
-                raise TraceError(f"{self._options.prefix}: fullgraph=True, but {because}")
-            self._has_refused = True
-            warn(
-                f"{self._options.prefix}: running operation by operation, which is slower, because "
-                + because
-            )
+        if program is not None:
+            reason = "it writes to an argument that shares its value with another or a closure"
+            verdict = Untraceable(reason, self._options.where, "a copy of one of them")
+            self._traces.untraced(self._options, verdict, _BY_OPERATION)
         return self._by_operation(args, kwargs)
 
     def _by_operation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recording.lacks(self._options.prefix, "operation by operation")
+        recording.lacks(self._options.prefix, _BY_OPERATION)
         if config.sought:
             return nans.stepped(self._fun, args, kwargs)
         return self._fun(*args, **kwargs)
@@ -193,33 +187,35 @@ class Jitted(Generic[_P, _R]):
         if runtime is not self._runtime:
             self._forget(runtime)
         found = self._found(key, call)
-        if found is not None or key in self._untraceable:
-            return found
-        with self._lock, waiting(None):
-            found = self._found(key, call)  # another thread may have traced it
-            return self._traced(key, call, make) if found is None else found
+        if found is None:
+            with self._lock, waiting(None):
+                found = self._found(key, call)  # another thread may have traced it
+                if found is None:
+                    found = self._traced(key, call, make)
+        return cast(_Kind | None, found[0])
 
-    def _found(self, key: Hashable, call: JitCall) -> Any:
+    def _found(self, key: Hashable, call: JitCall) -> _Known | None:
         programs = self._programs.get(key, [])
         for place, entry in enumerate(tuple(programs)):
-            program, environments = entry
-            if program.holds(call.tensors) and not any(x.changed() for x in environments):
+            program, surroundings = entry
+            if program is None:  # the last one
+                return entry
+            if program.holds(call.tensors) and not surroundings.changed():
                 if place:
                     with self._lock:
                         programs.sort(key=lambda each: each is not entry)
-                return program
+                return entry
         return None
 
-    def _traced(self, key: Hashable, call: JitCall, make: Callable[..., _Kind]) -> _Kind | None:
+    def _traced(self, key: Hashable, call: JitCall, make: Callable[..., _Kind]) -> _Known:
         self._note(call)
         objects = tuple(call.objects())
-        environments: list[Environment] = [self._environment]
+        own: list[Environment] = []
         if objects:
-            environments.append(Environment(self.__wrapped__, objects, by_name=_BY_NAME))
-        with ExitStack() as stack:
-            for environment in environments:
-                stack.enter_context(environment.tracing())
-            reached = [x for each in environments for x in each.objects()]
+            own.append(Environment(self.__wrapped__, objects, by_name=_BY_NAME))
+        surroundings = Surroundings([self._environment, *own])
+        with surroundings.tracing():
+            reached = surroundings.objects()
             snapshot = Snapshot(reached, _BY_NAME)
             try:
                 optimizers = [x for x in reached if isinstance(x, Optimizer)]
@@ -229,17 +225,25 @@ class Jitted(Generic[_P, _R]):
                 snapshot.restore()
                 if not isinstance(error, Untraceable):
                     raise
-                self._give_up(key, error)
-                return None
-        programs = self._programs.setdefault(key, [])
-        noted = [self._environment.copy(), *environments[1:]]
-        programs.insert(0, (program, noted))
+                nothing = None, surroundings
+                if not isinstance(error, NotYet):
+                    self._traces.untraced(self._options, error, _BY_OPERATION)
+                    self._keep(key, nothing)
+                return nothing
+        noted = Surroundings([self._environment.copy(), *own])
         if isinstance(program, Outline):
             program.surroundings = noted
-        del programs[_MAX_PROGRAMS:]
+        self._keep(key, (program, noted))
+        return program, noted
+
+    def _keep(self, key: Hashable, known: _Known) -> None:
+        programs = self._programs.setdefault(key, [])
+        is_last = known[0] is None
+        programs.insert(len(programs) if is_last else 0, known)
+        if len(programs) > _MAX_PROGRAMS:
+            del programs[-2 if is_last else -1]
         if len(self._programs) > _MAX_KINDS:
             del self._programs[next(iter(self._programs))]
-        return program
 
     def _refuse_leaks(self, snapshot: Snapshot) -> None:
         name = snapshot.leaked()
@@ -254,32 +258,12 @@ class Jitted(Generic[_P, _R]):
         """Count a trace, and warn if there are too many."""
         paths = call.structure.paths("argument")
         kinds = dict(zip(paths, map(_described, call.leaves), strict=True))
-        warning = self._traces.note(kinds)
+        self._traces.tell(self._options, kinds)
         self.num_traces += 1
-        if warning is not None:
-            warn(f"{self._options.prefix}: {warning}")
-
-    def _give_up(self, key: Hashable, verdict: Untraceable) -> None:
-        """Raise if the function must be traced; else warn that it runs operation by operation."""
-        if isinstance(verdict, NotYet):
-            return
-        prefix = self._options.prefix
-        because = f"{verdict.where}: {verdict.reason}. Use {verdict.instead}"
-        if self._fullgraph:
-            raise TraceError(
-                f"{prefix}: fullgraph=True, but the function cannot be traced: at {because}, "
-                "or drop fullgraph to run it operation by operation."
-            ) from verdict.__cause__
-        self._untraceable.add(key)
-        warn(
-            f"{prefix}: running operation by operation, which is slower, because of "
-            f"{because}, or pass compile=False to silence this warning."
-        )
 
     def _forget(self, runtime: Any) -> None:
         self._programs.clear()
         self._traces.clear()
-        self._untraceable.clear()
         self._runtime = runtime
 
 

@@ -30,10 +30,11 @@ from torchpmap._base.torch_internals import (
 )
 from torchpmap._plan.autograd import call_function
 from torchpmap._plan.derivatives import OutDims, PullBack, Tensors, is_inexact, whole
-from torchpmap._plan.mapped_program import Surroundings, other_closures, other_surroundings
+from torchpmap._plan.mapped_program import other_closures, other_surroundings
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._trace.capture import Substitute, is_real
+from torchpmap._trace.environment import Surroundings
 from torchpmap._trace.graphs import results_of
 from torchpmap._trace.transformable import jvp_of, vjp_of
 from torchpmap._trace.untraceable import Untraceable
@@ -179,7 +180,7 @@ class Outline:
         self, call: JitCall, options: Options, optimizers: Sequence[Any], make: Make
     ) -> None:
         self._call, self._prefix = call.without_tensors(), options.prefix
-        self.surroundings: Sequence[Surroundings] = ()
+        self.surroundings = Surroundings(())
         """What it reads from outside, as of the trace."""
         self._grad_mode = torch.is_grad_enabled()
         with outside_transforms():
@@ -223,7 +224,7 @@ class Outline:
 
     def _body(self, tensors: Tensors) -> list[torch.Tensor]:
         """The function of its arguments, the key of a call, and what it closes over."""
-        if any(each.changed() for each in self.surroundings):
+        if self.surroundings.changed():
             raise RuntimeError(other_surroundings(self._prefix))
         count = len(tensors) - len(self._closures)
         given = {id(x): y for x, y in zip(self._closures, tensors[count:], strict=True)}
@@ -232,8 +233,7 @@ class Outline:
             return given.get(id(x), x)
 
         with ExitStack() as stack:
-            for each in self.surroundings:
-                stack.enter_context(each.tracing())
+            stack.enter_context(self.surroundings.tracing())
             if self._has_key:
                 count -= 1
                 stack.enter_context(streams_of(tensors[count]))

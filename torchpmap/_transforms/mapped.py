@@ -61,7 +61,7 @@ from torchpmap._trace import recording
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
-from torchpmap._transforms.call import MapOptions, Static, takes_keywords
+from torchpmap._transforms.call import MapOptions, Static, check_function, name_of, takes_keywords
 from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
 
 _P = ParamSpec("_P")
@@ -398,3 +398,28 @@ def _leaf_key(leaf: Any) -> Hashable:
     if hasattr(leaf, "__dlpack__"):
         return kind, tuple(leaf.shape), str(leaf.dtype)
     return kind
+
+
+def map_with(
+    kind: Callable[..., Any],
+    check: Callable[..., MapOptions],
+    settings: dict[str, Any],
+    fun: Callable[..., Any] | None,
+) -> Any:
+    """``fun``, mapped with the settings that a front end was given; without it, a decorator."""
+    if fun is None:
+        check("<function>", **settings)  # misuse raises here, at the decorator's line
+        return functools.partial(_mapped, kind, check, settings)
+    return _mapped(kind, check, settings, fun)
+
+
+@boundary
+def _mapped(
+    kind: Callable[..., Any],
+    check: Callable[..., MapOptions],
+    settings: dict[str, Any],
+    fun: Callable[..., Any],
+) -> Any:
+    if is_dynamo_compiling():
+        break_graph(NO_PART_OF_A_GRAPH)
+    return kind(check_function(fun), check(name_of(fun), **settings))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
-from torchpmap._base.torch_internals import break_graph
 from torchpmap._layout import axis_stack
 from torchpmap._transforms import nans
 from torchpmap._transforms.arguments import Options, PmapOptions, make_options, split_statics
-from torchpmap._transforms.call import Static, check_function, name_of
+from torchpmap._transforms.call import Static
 from torchpmap._transforms.inline import run_here, run_inline
-from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, Mapped
+from torchpmap._transforms.mapped import Mapped, map_with
 from torchpmap._transforms.row_preparation import RowPreparation
 
 _P = ParamSpec("_P")
@@ -174,15 +171,4 @@ def pmap(
     Source: ``jax.pmap``; differences are listed in docs/from_jax.md.
     """
     settings: dict[str, Any] = dict(locals())
-    del settings["fun"]
-    if fun is None:
-        make_options("<function>", **settings)  # misuse raises here, at the decorator's line
-        return functools.partial(_mapped, settings)
-    return _mapped(settings, fun)
-
-
-@boundary
-def _mapped(settings: dict[str, Any], fun: Callable[_P, _R]) -> Pmapped[_P, _R]:
-    if is_dynamo_compiling():
-        break_graph(NO_PART_OF_A_GRAPH)
-    return Pmapped(check_function(fun), make_options(name_of(fun), **settings))
+    return map_with(Pmapped, make_options, settings, settings.pop("fun"))

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import reprlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from torchpmap._base import log
 from torchpmap._base.ambient import KEYED, ambient, keyed
 from torchpmap._base.devices import Device
-from torchpmap._base.errors import TraceError, kind_of, warn
+from torchpmap._base.errors import kind_of, warn
 from torchpmap._base.sources import defined_at
 from torchpmap._base.torch_internals import is_transformed
 from torchpmap._layout.grid import Grid
@@ -28,8 +26,7 @@ from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import check_open, host_tensor
 from torchpmap._trace.block_program import BlockProgram
-from torchpmap._trace.compile import EAGER
-from torchpmap._trace.environment import Environment
+from torchpmap._trace.environment import Environment, Surroundings
 from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Program
 from torchpmap._trace.repetition import unrolled
@@ -44,39 +41,12 @@ _MAX_DESCRIBED = 8
 """How many arguments a note or a log names."""
 
 
-class _Surroundings:
-    """What a function reads in calls of one kind."""
-
-    def __init__(self, environments: Sequence[Environment], statics: Sequence[Static]) -> None:
-        self._environments = environments
-        self._statics = statics
-
-    def copy(self) -> _Surroundings:
-        """The same, noted at the same time; later calls may note anew."""
-        environments = [environment.copy() for environment in self._environments]
-        return _Surroundings(environments, self._statics)
-
-    def changed(self) -> bool:
-        """Whether something has changed since it was traced."""
-        if any(environment.changed() for environment in self._environments):
-            return True
-        return not all(static.is_intact() for static in self._statics)
-
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """See ``Environment``."""
-        with contextlib.ExitStack() as stack:
-            for environment in self._environments:
-                stack.enter_context(environment.tracing())
-            yield
-
-
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """One key's answer: what to run and where each leaf of the call goes."""
 
     plan: Plan | UncompiledPlan
-    surroundings: _Surroundings
+    surroundings: Surroundings
     positions: tuple[int, ...]
     """Leaves that travel as blocks."""
     layouts: tuple[Layout, ...]
@@ -118,11 +88,9 @@ class Preparation(Generic[_Call]):
         """As of the traces of all plans."""
         self._plans: dict[Hashable, Plan | UncompiledPlan] = {}
         self._differentiables: dict[Plan | UncompiledPlan, MappedProgram] = {}
-        self._warned: set[str] = set()
         self._told_of_loops = False
         self._seed = new_seed()
         self._retraces = Retraces()
-        self._cleared_because = ""
 
     @property
     def num_plans(self) -> int:
@@ -132,7 +100,7 @@ class Preparation(Generic[_Call]):
     def clear(self, because: str, *, in_new_pool: bool = False) -> None:
         """Forget all plans; ``because``: why, as logs say it."""
         if self._plans:
-            self._cleared_because = because
+            self._retraces.because = because
         self._plans.clear()
         self._differentiables.clear()
         if in_new_pool:
@@ -167,11 +135,13 @@ class Preparation(Generic[_Call]):
         with self._read_by(call).tracing():
             return self._plan_for(call, decided)
 
-    def _read_by(self, call: _Call) -> _Surroundings:
+    def _read_by(self, call: _Call) -> Surroundings:
         """What the function reads in a call."""
         statics = [leaf for leaf in call.leaves if isinstance(leaf, Static)]
-        of_statics = [static.environment(self._fun) for static in statics]
-        return _Surroundings([self.environment, *filter(None, of_statics)], statics)
+        of_statics = filter(None, [static.environment(self._fun) for static in statics])
+        return Surroundings(
+            [self.environment, *of_statics], [static.is_intact for static in statics]
+        )
 
     def _plan_for(self, call: _Call, decided: Decided) -> Prepared:
         program, grid, layouts = decided.program, decided.grid, decided.layouts
@@ -235,20 +205,8 @@ class Preparation(Generic[_Call]):
         return found
 
     def _target(self, grid: Grid, arguments: str) -> Target:
-        options = self.options
-        backend = EAGER if options.backend is None else options.backend
-        return Target(
-            options.prefix,
-            options.name,
-            grid,
-            backend,
-            self._seed,
-            ambient(),
-            options.timeout,
-            f"`{options.name}`",
-            arguments,
-            defined_at(self._fun),
-        )
+        where = defined_at(self._fun)
+        return self.options.target(grid, self._seed, ambient(), where, arguments)
 
     def _outside(self) -> frozenset[int]:
         """Ids of the tensors that the function can reach, if transforms trace the call; else
@@ -273,18 +231,7 @@ class Preparation(Generic[_Call]):
                 target = self._target(grid, arguments)
                 plan = lower(target, program.run, layouts, self._outside())
             except Untraceable as verdict:
-                if options.fullgraph:
-                    raise TraceError(
-                        f"{options.prefix}: fullgraph=True, but the function cannot be traced: at "
-                        f"{verdict.where}: {verdict.reason}. Use {verdict.instead}, or drop "
-                        "fullgraph to run it without tracing."
-                    ) from verdict.__cause__
-                self._warn_once(
-                    f"{options.prefix}: running without tracing (as compile=False), which is "
-                    f"slower, because of {verdict.where}: {verdict.reason}. Use "
-                    f"{verdict.instead} to compile it, or pass compile=False to silence this "
-                    "warning."
-                )
+                self._retraces.untraced(options, verdict, "without tracing (as compile=False)")
             else:
                 if plan.repeated is not None and not self._told_of_loops:
                     self._told_of_loops = True
@@ -305,18 +252,7 @@ class Preparation(Generic[_Call]):
             for path, layout in zip(call.travelling(call.paths), layouts, strict=True)
         }
         kinds |= {f"torch's {s.name}": value for s, value in zip(KEYED, keyed(), strict=True)}
-        if log.is_heard() and self.options.backend is not None:
-            same = self._cleared_because if kinds in self._retraces else ""
-            why = broken or same or self._retraces.why(kinds)
-            log.tell("tracing `%s`%s: %s", self.options.name, arguments and f" ({arguments})", why)
-        complaint = self._retraces.note(kinds)
-        if complaint is not None:
-            warn(f"{self.options.prefix}: {complaint}")
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warn(text)
+        self._retraces.tell(self.options, kinds, arguments, broken)
 
 
 def refuse_aliased_donation(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.pytree import flatten
-from torchpmap._base.torch_internals import break_graph, innermost, outside_transforms
+from torchpmap._base.torch_internals import innermost, outside_transforms
 from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.mesh import Mesh, PartitionSpec
@@ -22,9 +20,9 @@ from torchpmap._sharded.transfer import check_equal_everywhere, host_tensor
 from torchpmap._trace.block_program import Block, BlockProgram, surrounding
 from torchpmap._trace.blocks_inside import run_inside
 from torchpmap._trace.program import Constant
-from torchpmap._transforms.call import Static, check_function, name_of
+from torchpmap._transforms.call import Static
 from torchpmap._transforms.inline import run_here, run_inline
-from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, Mapped
+from torchpmap._transforms.mapped import Mapped, map_with
 from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
 from torchpmap._transforms.specs import (
     INFERRED,
@@ -270,11 +268,9 @@ def shard_map(
     Source: ``jax.shard_map``; differences are listed in docs/from_jax.md.
     """
     settings: dict[str, Any] = dict(locals())
-    del settings["f"]
-    if f is None:
-        make_block_options("<function>", **settings)  # misuse raises here, at the decorator's line
-        return functools.partial(_mapped, settings)
-    return _mapped(settings, f)
+    if f is not None and not callable(f):
+        raise TypeError(f"shard_map takes a callable, but got {f!r} of type {type(f).__name__}.")
+    return map_with(ShardMapped, make_block_options, settings, settings.pop("f"))
 
 
 @boundary
@@ -331,12 +327,3 @@ def _spec_of(axis: Any, axis_name: Hashable, what: str) -> PartitionSpec:
     if axis < 0:
         raise ValueError(f"smap: {what} has the dim {axis}; count it from the front.")
     return PartitionSpec(*[None] * axis, axis_name)
-
-
-@boundary
-def _mapped(settings: dict[str, Any], f: Callable[_P, _R]) -> ShardMapped[_P, _R]:
-    if is_dynamo_compiling():
-        break_graph(NO_PART_OF_A_GRAPH)
-    if not callable(f):
-        raise TypeError(f"shard_map takes a callable, but got {f!r} of type {type(f).__name__}.")
-    return ShardMapped(check_function(f), make_block_options(name_of(f), **settings))
