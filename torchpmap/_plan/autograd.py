@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from torchpmap._base.torch_internals import is_wrapped
-from torchpmap._plan.derivatives import OutDims, Outputs, PullBack, Tensors, is_inexact
+from torchpmap._plan.derivatives import Function, Outputs, PullBack, Tensors, is_inexact
 from torchpmap._plan.mapped_program import MappedProgram
 from torchpmap._plan.plan import Called
 from torchpmap._sharded.tensor import make_sharded
@@ -29,42 +28,6 @@ from torchpmap._trace.transformable import Maybe, Transformable, apply, may_have
 from torchpmap._trace.untraceable import Untraceable
 
 # -- the function that torch's transforms see ------------------------------------------------------
-
-
-class Function(Protocol):
-    """What a call may be of: a ``Differentiable``, or what ``jit`` has made."""
-
-    def settings(self) -> AbstractContextManager[Any]:
-        """What is around a run."""
-
-    def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Run on tensors that no transform is tracing."""
-
-    def run_for(
-        self, wanted: tuple[int, ...], tensors: Tensors
-    ) -> tuple[list[torch.Tensor], PullBack | None]:
-        """The same, and the first gradient of inputs."""
-
-    def inexact_inputs(self) -> tuple[int, ...]:
-        """Their places."""
-
-    def inexact_outputs(self) -> tuple[int, ...]:
-        """Their places."""
-
-    @property
-    def num_outputs(self) -> int:
-        """How many there are."""
-
-    def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Function:
-        """(inputs, cotangents of the outputs ``given``) -> cotangents of the inputs ``wanted``."""
-
-    def jvp(self, given: tuple[int, ...]) -> Function:
-        """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
-
-    def batched(
-        self, info: Any, dims: Sequence[int | None], tensors: Tensors
-    ) -> tuple[Function, list[torch.Tensor], OutDims]:
-        """The batched form, its inputs, and the batch dims of its outputs, once it has run."""
 
 
 class _Call(Transformable):
@@ -99,7 +62,7 @@ class _Call(Transformable):
         return results, out_dims(results)
 
     def jvp(self, tensors: Tensors, tangents: Maybe) -> Maybe:
-        results: list[torch.Tensor | None] = [None] * self._function.num_outputs
+        results: list[torch.Tensor | None] = [None] * len(self._function.outputs)
         places = self._function.inexact_outputs()
         if places:
             given = tuple(k for k, x in enumerate(tangents) if x is not None)

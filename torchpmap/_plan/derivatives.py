@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -51,19 +52,81 @@ PullBack = Callable[[tuple[int, ...], tuple[int, ...], Tensors], list[torch.Tens
 OutDims = Callable[[Tensors], list[int | None]]
 
 
-class Differentiable:
+class Function(ABC):
+    """A function of tensors, whose derivatives and batched forms are such functions, made once."""
+
+    keys: tuple[int, ...] = ()
+    """Inputs that are the key of a call, for its random numbers."""
+    mirrored: tuple[int, ...] = ()
+    """For a gradient, the inputs that its outputs belong to."""
+
+    def __init__(self, layouts: Sequence[Any]) -> None:
+        """``layouts``: what tells the dtypes of the inputs."""
+        self.layouts = tuple(layouts)
+        self._derived: dict[Any, Any] = {}
+
+    @property
+    @abstractmethod
+    def outputs(self) -> Sequence[Any]:
+        """What tells the dtypes of the outputs."""
+
+    @abstractmethod
+    def settings(self) -> AbstractContextManager[Any]:
+        """What is around a run."""
+
+    @abstractmethod
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Run on tensors that no transform is tracing."""
+
+    @abstractmethod
+    def run_for(
+        self, wanted: tuple[int, ...], tensors: Tensors
+    ) -> tuple[list[torch.Tensor], PullBack | None]:
+        """``run``, and how gradients of the inputs ``wanted`` follow from what that leaves."""
+
+    @abstractmethod
+    def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Function:
+        """(inputs, cotangents of the outputs ``given``) -> cotangents of the inputs ``wanted``."""
+
+    @abstractmethod
+    def jvp(self, given: tuple[int, ...]) -> Function:
+        """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
+
+    @abstractmethod
+    def batched(
+        self, info: Any, dims: Sequence[int | None], tensors: Tensors
+    ) -> tuple[Function, list[torch.Tensor], OutDims]:
+        """The batched form, its inputs, and the batch dims of its outputs, once it has run."""
+
+    @abstractmethod
+    def _made(self, key: Any, body: Any, *given: Any) -> Function:
+        """The derivative, or the batched form, ``key``, which runs ``body``."""
+
+    def _derive(self, key: Any, mirrored: tuple[int, ...], *given: Any) -> Any:
+        if key not in self._derived:
+            made = self._derived[key] = self._made(key, *given)
+            made.keys, made.mirrored = self.keys, mirrored
+        return self._derived[key]
+
+    def inexact_inputs(self) -> tuple[int, ...]:
+        """Their places."""
+        return tuple(k for k, each in enumerate(self.layouts) if is_inexact(each.dtype))
+
+    def inexact_outputs(self) -> tuple[int, ...]:
+        """Their places."""
+        return tuple(k for k, each in enumerate(self.outputs) if is_inexact(each.dtype))
+
+
+class Differentiable(Function):
     """A body and the layouts of its inputs, lowered when it first runs."""
 
+    layouts: tuple[Layout, ...]
+
     def __init__(self, target: Target, body: Body, layouts: Sequence[Layout]) -> None:
+        super().__init__(layouts)
         self.target = target
         self.body = body
-        self.layouts = tuple(layouts)
         self._plan: Plan | None = None
-        self._derived: dict[Any, Differentiable] = {}
-        self.keys: tuple[int, ...] = ()
-        """Inputs that are the key of a call, for its random numbers."""
-        self.mirrored: tuple[int, ...] = ()
-        """For a gradient, the inputs that its outputs belong to."""
         self.batch_dims: Callable[[], tuple[int, ...]] = lambda: (0,) * len(self.outputs)
         """How many trailing dims of each output are batch dims."""
         self._batch_dims_in = (0,) * len(layouts)
@@ -85,15 +148,11 @@ class Differentiable:
         return self.plan.outputs[: len(self.plan.outputs) - self.plan.num_checks]
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Run on tensors that no transform is tracing."""
         return self.results(self.start(tensors), tensors)
 
     def run_for(
         self, wanted: tuple[int, ...], tensors: Tensors
     ) -> tuple[list[torch.Tensor], PullBack | None]:
-        """``run``, and how gradients of the inputs ``wanted`` follow from what that leaves on the
-        workers.
-        """
         expected = self._cotangents.get(wanted, self.inexact_outputs())
         pair = self.pair(wanted, expected)
         if pair is None:
@@ -141,37 +200,25 @@ class Differentiable:
     def placed(self, tensors: Tensors) -> list[Handle]:
         return handles_of(tensors, self.layouts)
 
-    @property
-    def num_outputs(self) -> int:
-        return len(self.outputs)
-
-    def inexact_inputs(self) -> tuple[int, ...]:
-        return tuple(k for k, layout in enumerate(self.layouts) if is_inexact(layout.dtype))
-
-    def inexact_outputs(self) -> tuple[int, ...]:
-        return tuple(k for k, layout in enumerate(self.outputs) if is_inexact(layout.dtype))
-
     def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Differentiable:
-        """(inputs, cotangents of the outputs ``given``) -> cotangents of the inputs ``wanted``."""
         derived = self._derive(
             ("vjp", wanted, given),
-            lambda: self._pull(wanted, given, keep_outputs=False),
+            wanted,
+            self._pull(wanted, given, keep_outputs=False),
             [*self.layouts, *(self.outputs[k] for k in given)],
         )
-        derived.mirrored = wanted
         own = self._batch_dims_in
         derived._batch_dims_in = (*own, *(self.batch_dims()[k] for k in given))
         derived.batch_dims = lambda: tuple(own[k] for k in wanted)
         return derived
 
     def jvp(self, given: tuple[int, ...]) -> Differentiable:
-        """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
         derived = self._derive(
             ("jvp", given),
-            lambda: self._push(given),
+            self.mirrored,  # a tangent is where its gradient is
+            self._push(given),
             [*self.layouts, *(self.layouts[k] for k in given)],
         )
-        derived.mirrored = self.mirrored  # a tangent is where its gradient is
         own = self._batch_dims_in
         derived._batch_dims_in = (*own, *(own[k] for k in given))
         derived.batch_dims = lambda: tuple(self.batch_dims()[k] for k in self.inexact_outputs())
@@ -180,7 +227,6 @@ class Differentiable:
     def batched(
         self, info: Any, dims: Sequence[int | None], tensors: Tensors
     ) -> tuple[Differentiable, list[torch.Tensor], OutDims]:
-        """The batched form, its inputs, and the batch dims of its outputs, once it has run."""
         moved = [
             x if dim is None else x.movedim(dim, -1) for x, dim in zip(tensors, dims, strict=True)
         ]
@@ -203,8 +249,7 @@ class Differentiable:
             for layout, batched in zip(self.layouts, which, strict=True)
         ]
         key = ("vmap", which, size)
-        derived = self._derive(key, lambda: _Batched(self.body, which), layouts)
-        derived.mirrored = self.mirrored
+        derived = self._derive(key, self.mirrored, _Batched(self.body, which), layouts)
         derived._batch_dims_in = tuple(map(operator.add, self._batch_dims_in, which))
         derived.batch_dims = lambda: tuple(
             map(operator.add, self.batch_dims(), derived.batched_outputs())
@@ -232,14 +277,9 @@ class Differentiable:
                 self._pairs[wanted, given] = lower_pair(target, body, layouts, *numbers)
         return self._pairs[wanted, given]
 
-    def _derive(
-        self, key: Any, body: Callable[[], Body], layouts: Sequence[Layout]
-    ) -> Differentiable:
-        if key not in self._derived:
-            target = self.target if key[0] == "vmap" else self.target.of_derivative
-            self._derived[key] = Differentiable(target, body(), layouts)
-            self._derived[key].keys = self.keys
-        return self._derived[key]
+    def _made(self, key: Any, body: Any, *given: Any) -> Differentiable:
+        target = self.target if key[0] == "vmap" else self.target.of_derivative
+        return Differentiable(target, body, *given)
 
     # -- derived bodies ---------------------------------------------------------------------------
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -20,17 +18,8 @@ from torchpmap._sharded.device_put import handle_of
 from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.capture import Substitute
 from torchpmap._trace.compile import EAGER
+from torchpmap._trace.environment import Surroundings
 from torchpmap._trace.program import Outcome, Program
-
-
-class Surroundings(Protocol):
-    """What a program reads besides tensors."""
-
-    def changed(self) -> bool:
-        """Whether something has changed since it was traced."""
-
-    def tracing(self) -> AbstractContextManager[None]:
-        """While the program is traced: what it changes by itself is no change."""
 
 
 class MappedProgram(Differentiable):

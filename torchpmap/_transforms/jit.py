@@ -12,7 +12,8 @@ import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
+from dataclasses import replace
+from typing import Any, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -38,16 +39,21 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import with_sharding_constraint
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import recording
-from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.environment import Environment, Surroundings
 from torchpmap._trace.optimizers import NotYet
 from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
-from torchpmap._transforms.call import check_function, name_of
-from torchpmap._transforms.jit_program import JitCall, LoweredProgram, Options, Program
+from torchpmap._transforms.jit_program import (
+    JitCall,
+    JitOptions,
+    LoweredProgram,
+    Options,
+    Program,
+    make_options,
+)
 from torchpmap._transforms.jit_transforms import Body, Outline
-from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, outside_dynamo
+from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, map_with, outside_dynamo
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import peek_key, streams_of
 
@@ -75,23 +81,14 @@ class Jitted(Generic[_P, _R]):
 
     __wrapped__: Callable[_P, _R]
 
-    def __init__(
-        self,
-        fun: Callable[_P, _R],
-        compile: Any,
-        fullgraph: bool,
-        timeout: float | None,
-        out_shardings: Any,
-    ) -> None:
+    def __init__(self, fun: Callable[_P, _R], options: Options) -> None:
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
         self._fun: Callable[..., Any] = fun
-        if out_shardings is not None:
-            self._fun = functools.partial(_laid_out, fun, out_shardings)
-        self._given = compile, fullgraph, timeout, out_shardings
-        backend = parse_compile(compile)
-        self._options = Options(name_of(fun), backend, fullgraph, timeout, defined_at(fun))
-        self._is_traced = backend is not None
+        if options.out_shardings is not None:
+            self._fun = functools.partial(_laid_out, fun, options.out_shardings)
+        self._options = replace(options, where=defined_at(fun))
+        self._is_traced = options.backend is not None
         self._lock = threading.RLock()
         self._programs: dict[Hashable, list[_Known]] = {}
         """The latest is first: ``train()`` and ``eval()`` take turns."""
@@ -105,7 +102,7 @@ class Jitted(Generic[_P, _R]):
         return f"<jit of {self._options.name}>"
 
     def __reduce__(self) -> Any:
-        return Jitted, (self.__wrapped__, *self._given)
+        return Jitted, (self.__wrapped__, self._options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -271,8 +268,7 @@ class _Derived(Jitted[..., Any]):
     """A derivative or a batched form of a jitted function, on tensors that no transform follows."""
 
     def __init__(self, of: Jitted[..., Any], body: Body, alike: Sequence[int]) -> None:
-        compile, fullgraph, timeout, _ = of._given
-        super().__init__(_no_surroundings, compile, fullgraph, timeout, None)
+        super().__init__(_no_surroundings, replace(of._options, out_shardings=None))
         self._options = of._options
         self._fun = lambda *tensors: body(tensors)
         self._make = functools.partial(Program, alike=alike)
@@ -310,22 +306,10 @@ def _described(leaf: Any) -> str:
 
 
 @overload
-def jit(
-    fun: Callable[_P, _R],
-    *,
-    out_shardings: Any = None,
-    compile: bool | dict[str, Any] = True,
-    fullgraph: bool = False,
-    timeout: float | None = None,
-) -> Jitted[_P, _R]: ...
+def jit(fun: Callable[_P, _R], **options: Unpack[JitOptions]) -> Jitted[_P, _R]: ...
 @overload
 def jit(
-    fun: None = None,
-    *,
-    out_shardings: Any = None,
-    compile: bool | dict[str, Any] = True,
-    fullgraph: bool = False,
-    timeout: float | None = None,
+    fun: None = None, **options: Unpack[JitOptions]
 ) -> Callable[[Callable[_P, _R]], Jitted[_P, _R]]: ...
 @boundary
 def jit(
@@ -385,11 +369,5 @@ def jit(
 
     Source: ``jax.jit`` over sharded arrays; effects are those of torch.
     """
-    options = compile, fullgraph, timeout, out_shardings
-    parse_compile(compile)  # misuse raises here, at the decorator's line
-    return (lambda fun: _jitted(fun, *options)) if fun is None else _jitted(fun, *options)
-
-
-@boundary
-def _jitted(fun: Callable[..., Any], *options: Any) -> Jitted[..., Any]:
-    return Jitted(check_function(fun), *options)
+    settings: dict[str, Any] = dict(locals())
+    return map_with(Jitted, make_options, settings, settings.pop("fun"))

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded
 from torchpmap._sharded.transfer import gather
 from torchpmap._sharded.views import is_linked, linked, write
 from torchpmap._trace.capture import is_real
+from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.graphs import results_of
 from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.untraceable import Untraceable
@@ -54,12 +55,27 @@ from torchpmap.random._streams import new_seed
 class Options(CallOptions):
     """What ``jit`` was given."""
 
-    where: str
+    out_shardings: Any
+    where: str = ""
     """``file:line`` of the function."""
 
     @property
     def prefix(self) -> str:
         return f"jit({self.name})"
+
+
+class JitOptions(TypedDict, total=False):
+    """The keyword arguments of ``jit``, for its overloads; its docstring explains them."""
+
+    out_shardings: Any
+    compile: bool | dict[str, Any]
+    fullgraph: bool
+    timeout: float | None
+
+
+def make_options(name: str, *, compile: Any, **others: Any) -> Options:
+    """The settings of ``jit``, checked; ``others``: those that stay as they are."""
+    return Options(name=name, backend=parse_compile(compile), **others)
 
 
 class JitCall:

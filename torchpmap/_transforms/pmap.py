@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 
@@ -34,22 +35,12 @@ class Pmapped(Mapped[_P, _R]):
     def __init__(self, fun: Callable[_P, _R], options: Options) -> None:
         inner = fun._preparation if isinstance(fun, Pmapped) else None
         super().__init__(fun, options, RowPreparation(fun, options, inner))
+        self._split = functools.partial(split_statics, options)
         self._has_statics = bool(options.static_argnums or options.static_argnames)
         self._counts_self = 0 in options.static_argnums  # the caller counts self, as in JAX
 
     def __repr__(self) -> str:
         return f"<pmap of {self._options.name} over axis {self._options.axis_name!r}>"
-
-    def __reduce__(self) -> Any:
-        return Pmapped, (self._fun, self._options)
-
-    def _made(self, fun: Callable[..., Any]) -> Any:
-        return Pmapped(fun, self._options)
-
-    def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return split_statics(self._options, args, kwargs)
 
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         call = self._preparation.arguments_of(*self._split(args, kwargs))

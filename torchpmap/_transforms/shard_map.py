@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
@@ -106,6 +107,7 @@ class ShardMapped(Mapped[_P, _R]):
 
     def __init__(self, fun: Callable[_P, _R], options: BlockOptions) -> None:
         super().__init__(fun, options, BlockPreparation(fun, options))
+        self._split = functools.partial(split_static_leaves, options)
         specs = options.in_specs
         self._has_statics = specs is not INFERRED and None in flatten(specs)[0]
         self._by_mesh: dict[Mesh, ShardMapped[_P, _R]] = {}
@@ -114,9 +116,6 @@ class ShardMapped(Mapped[_P, _R]):
     def __repr__(self) -> str:
         mesh = self._options.mesh
         return f"<shard_map of {self._options.name} over {mesh or 'the mesh of set_mesh'}>"
-
-    def __reduce__(self) -> Any:
-        return ShardMapped, (self._fun, self._options)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         mine = self._options.mesh
@@ -147,14 +146,6 @@ class ShardMapped(Mapped[_P, _R]):
             check_names(options)
             found = self._by_mesh[mesh] = ShardMapped(self._fun, options)
         return found
-
-    def _made(self, fun: Callable[..., Any]) -> Any:
-        return ShardMapped(fun, self._options)
-
-    def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return split_static_leaves(self._options, args, kwargs)
 
     def _run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any], inside: bool) -> Any:
         around = surrounding()
