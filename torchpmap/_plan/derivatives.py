@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.errors import kind_of
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import flatten, replaced
 from torchpmap._base.torch_internals import is_batched
 from torchpmap._collectives.backend import widened
@@ -60,19 +61,17 @@ class Function(ABC):
     mirrored: tuple[int, ...] = ()
     """For a gradient, the inputs that its outputs belong to."""
 
-    def __init__(self, layouts: Sequence[Any]) -> None:
-        """``layouts``: what tells the dtypes of the inputs."""
-        self.layouts = tuple(layouts)
+    def __init__(
+        self, layouts: Sequence[Any], settings: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        """``layouts``: what tells the dtypes of the inputs; ``settings``: what is around a run."""
+        self.layouts, self.settings = tuple(layouts), settings
         self._derived: dict[Any, Any] = {}
 
     @property
     @abstractmethod
     def outputs(self) -> Sequence[Any]:
         """What tells the dtypes of the outputs."""
-
-    @abstractmethod
-    def settings(self) -> AbstractContextManager[Any]:
-        """What is around a run."""
 
     @abstractmethod
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
@@ -110,11 +109,11 @@ class Function(ABC):
 
     def inexact_inputs(self) -> tuple[int, ...]:
         """Their places."""
-        return tuple(k for k, each in enumerate(self.layouts) if is_inexact(each.dtype))
+        return tuple(k for k, each in enumerate(self.layouts) if is_inexact(each))
 
     def inexact_outputs(self) -> tuple[int, ...]:
         """Their places."""
-        return tuple(k for k, each in enumerate(self.outputs) if is_inexact(each.dtype))
+        return tuple(k for k, each in enumerate(self.outputs) if is_inexact(each))
 
 
 class Differentiable(Function):
@@ -123,7 +122,7 @@ class Differentiable(Function):
     layouts: tuple[Layout, ...]
 
     def __init__(self, target: Target, body: Body, layouts: Sequence[Layout]) -> None:
-        super().__init__(layouts)
+        super().__init__(layouts, target.settings)
         self.target = target
         self.body = body
         self._plan: Plan | None = None
@@ -140,9 +139,6 @@ class Differentiable(Function):
             self._plan = lower(self.target, self.body, self.layouts)
         return self._plan
 
-    def settings(self) -> AbstractContextManager[Any]:
-        return self.target.settings()
-
     @property
     def outputs(self) -> tuple[Layout, ...]:
         return self.plan.outputs[: len(self.plan.outputs) - self.plan.num_checks]
@@ -157,7 +153,7 @@ class Differentiable(Function):
         pair = self.pair(wanted, expected)
         if pair is None:
             return self.run(tensors), None
-        outputs, residuals = _forward(pair, self.placed(tensors))
+        handles, residuals = pair.run(self.placed(tensors))
 
         def pull_back(some: tuple[int, ...], given: tuple[int, ...], tensors: Tensors) -> Any:
             self._cotangents[wanted] = given
@@ -166,12 +162,11 @@ class Differentiable(Function):
             if pair is None:
                 return derived.run(tensors)
             if given != expected:
-                left = _forward(pair, self.placed(tensors[:count]))[1]
-            layouts = [self.outputs[k] for k in given]
-            held = handles_of(tensors[count:], layouts)
-            gradients = pair.backward.call([*left, *held]).outputs
+                _, left = pair.run(self.placed(tensors[:count]))
+            gradients = pair.gradients(left, tensors[count:], [self.outputs[k] for k in given])
             return derived.results([gradients[wanted.index(k)] for k in some], tensors)
 
+        outputs = list(zip(pair.forward.outputs, handles, strict=True))
         return self.results(outputs, tensors), pull_back
 
     def start(self, tensors: Tensors) -> Outputs:
@@ -332,7 +327,7 @@ class Differentiable(Function):
 
             _, typed = jvp_of(run, primals, given, tangents)
             outcome = outcomes[-1]
-            cuts = [cut for x, cut in outcome.outputs if is_inexact(x.dtype)]
+            cuts = [cut for x, cut in outcome.outputs if is_inexact(x)]
             return _outcome(list(zip(typed, cuts, strict=True)), outcome)
 
         return push
@@ -369,10 +364,6 @@ class _Batched:
             for (x, cut), reached in zip(found, self.reached, strict=True)
         ]
         return _outcome(outputs, outcomes[-1], tuple(check.amax(0) for check in batched))
-
-
-def is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _outcome(
@@ -425,14 +416,6 @@ def _summed(gradients: Tensors, cuts: Sequence[Cut], grid: Grid, axis: Axis) -> 
                 for k, total in zip(alike, sums, strict=True):
                     summed[k] = total
     return [total.to(x.dtype) for x, total in zip(gradients, summed, strict=True)]
-
-
-def _forward(pair: Pair, held: list[Handle]) -> tuple[Outputs, list[Handle]]:
-    """The outputs, and the residuals."""
-    plan = pair.forward
-    handles = plan.run(held)
-    count = len(plan.outputs)
-    return list(zip(plan.outputs, handles[:count], strict=True)), handles[count:]
 
 
 def whole(layout: Layout, handle: Handle) -> torch.Tensor:

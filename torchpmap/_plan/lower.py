@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +28,9 @@ from torchpmap._layout.axis_stack import Axis, Partition, group_name
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.plan import Captured, Drawn, Pinned, Plan
-from torchpmap._runtime.base import Team
+from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.current import runtime as current_runtime
+from torchpmap._sharded.device_put import handles_of
 from torchpmap._trace.compile import EAGER, Backend, Definition, Kind, only_communicates
 from torchpmap._trace.custom_ops import Implementations
 from torchpmap._trace.escaped import EscapeWatch
@@ -109,13 +110,23 @@ class Target:
         return applied(for_graph(self.ambient))
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A function and its gradient, in two plans: the first leaves residuals for the second."""
 
     forward: Plan
     backward: Plan
     """Takes the residuals, then the cotangents."""
+
+    def run(self, held: list[Handle]) -> tuple[list[Handle], list[Handle]]:
+        """The outputs, and the residuals."""
+        handles, count = self.forward.run(held), len(self.forward.outputs)
+        return handles[:count], handles[count:]
+
+    def gradients(
+        self, residuals: list[Handle], cotangents: Sequence[Any], layouts: Sequence[Layout]
+    ) -> list[tuple[Layout, Handle]]:
+        handles = self.backward.run([*residuals, *handles_of(cotangents, layouts)])
+        return list(zip(self.backward.outputs, handles, strict=True))
 
 
 def lower(

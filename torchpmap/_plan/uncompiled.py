@@ -61,10 +61,6 @@ class UncompiledPlan:
     def holds(self) -> bool:
         return True  # the function is pickled anew for every call, with what it closes over
 
-    def broken_by(self) -> str:
-        """Nothing: it always holds."""
-        return ""
-
     def call(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> Called:
         """Place the leaves, run the function on them and wait for all devices.
 

@@ -59,7 +59,6 @@ from torchpmap.random._streams import peek_key, streams_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_Kind = TypeVar("_Kind", Program, Outline)
 
 _MAX_PROGRAMS = 8
 """Of one kind of call, that differ in what they close over."""
@@ -70,10 +69,8 @@ _BY_NAME = (Optimizer, LRScheduler, torch.amp.GradScaler)
 """What changes in each step: of these the code's own reads are watched."""
 
 
-_Known = tuple[Program | Outline | None, Surroundings]
-"""What runs a kind of call, and what it reads from outside; None: the function itself, as it cannot
-be traced.
-"""
+_Known = tuple[Any, Surroundings]
+"""What runs a kind of call (None: the function itself), and what it reads from outside."""
 
 
 class Jitted(Generic[_P, _R]):
@@ -175,7 +172,7 @@ class Jitted(Generic[_P, _R]):
         outline = self._program(call, make)
         return self.__wrapped__(*args, **kwargs) if outline is None else outline.call(call.tensors)
 
-    def _program(self, call: JitCall, make: Callable[..., _Kind]) -> _Kind | None:
+    def _program(self, call: JitCall, make: Callable[..., Any]) -> Any:
         """What runs a call; None: the function itself, operation by operation."""
         structure, kinds = call.structure, tuple(map(_leaf_key, call.leaves))
         modes = torch.is_grad_enabled(), make is self._make
@@ -189,7 +186,7 @@ class Jitted(Generic[_P, _R]):
                 found = self._found(key, call)  # another thread may have traced it
                 if found is None:
                     found = self._traced(key, call, make)
-        return cast(_Kind | None, found[0])
+        return found[0]
 
     def _found(self, key: Hashable, call: JitCall) -> _Known | None:
         programs = self._programs.get(key, [])
@@ -204,7 +201,7 @@ class Jitted(Generic[_P, _R]):
                 return entry
         return None
 
-    def _traced(self, key: Hashable, call: JitCall, make: Callable[..., _Kind]) -> _Known:
+    def _traced(self, key: Hashable, call: JitCall, make: Callable[..., Any]) -> _Known:
         self._note(call)
         objects = tuple(call.objects())
         own: list[Environment] = []
@@ -216,7 +213,7 @@ class Jitted(Generic[_P, _R]):
             snapshot = Snapshot(reached, _BY_NAME)
             try:
                 optimizers = [x for x in reached if isinstance(x, Optimizer)]
-                program: _Kind = make(call, self._options, optimizers)
+                program = make(call, self._options, optimizers)
                 self._refuse_leaks(snapshot)
             except BaseException as error:
                 snapshot.restore()

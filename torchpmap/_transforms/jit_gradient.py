@@ -18,11 +18,10 @@ from torch.fx import GraphModule
 from torchpmap._base.boundary import boundary
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.autograd import without_derivative
-from torchpmap._plan.lower import Target
+from torchpmap._plan.lower import Pair, Target
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.whole_plan import WholePlans, plans_of
 from torchpmap._runtime.base import Handle
-from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import gather
 from torchpmap._trace.whole_gradient import given_only
@@ -118,16 +117,15 @@ class Derivable:
         if not given:
             return [None] * len(self._layouts)
         plans, reached = self.way(given)
-        backward = plans.backward
-        assert backward is not None
+        assert plans.backward is not None
+        pair = Pair(plans.forward, plans.backward)
         with self._target.settings():
             if given != expected:  # its effects are those of the call, which has had them
-                residuals = plans.forward.run(list(held))[len(plans.forward.outputs) :]
+                _, residuals = pair.run(list(held))
                 self._expected = given
-            layouts = [plans.forward.outputs[k] for k in given]
             tensors = [x for x in cotangents if x is not None]
-            handles = backward.run([*residuals, *handles_of(tensors, layouts)])
-        found = zip(backward.outputs, handles, strict=True)
+            layouts = [pair.forward.outputs[k] for k in given]
+            found = iter(pair.gradients(residuals, tensors, layouts))
         return [next(found) if has else None for has in reached]
 
 

@@ -20,6 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from torchpmap._base.ambient import ambient, applied, in_force
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import flatten
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
@@ -30,7 +31,7 @@ from torchpmap._base.torch_internals import (
     torch_function_off,
 )
 from torchpmap._plan.autograd import call_function
-from torchpmap._plan.derivatives import Function, OutDims, PullBack, Tensors, is_inexact, whole
+from torchpmap._plan.derivatives import Function, OutDims, PullBack, Tensors, whole
 from torchpmap._plan.mapped_program import other_closures, other_surroundings
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
@@ -50,11 +51,7 @@ Make = Callable[[Body, tuple[int, ...]], Body]
 
 
 class WholeFunction(Function):
-    """A function of whole tensors.
-
-    Args:
-        settings: what is around a run.
-    """
+    """A function of whole tensors."""
 
     def __init__(
         self,
@@ -64,8 +61,8 @@ class WholeFunction(Function):
         outputs: Sequence[torch.Tensor],
         settings: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        super().__init__(inputs)
-        self._make, self._body, self._outputs, self._settings = make, body, outputs, settings
+        super().__init__(inputs, settings)
+        self._make, self._body, self._outputs = make, body, outputs
 
     @functools.cached_property
     def _program(self) -> Body:
@@ -74,9 +71,6 @@ class WholeFunction(Function):
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
         return self._outputs
-
-    def settings(self) -> AbstractContextManager[Any]:
-        return self._settings()
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
         results = list(map(_alone, self._program(list(map(_detached, tensors)))))
@@ -155,7 +149,7 @@ class WholeFunction(Function):
 
     def _made(self, key: Any, body: Any, *given: Any) -> WholeFunction:
         inputs, outputs = given
-        return WholeFunction(self._make, body, inputs, outputs, self._settings)
+        return WholeFunction(self._make, body, inputs, outputs, self.settings)
 
 
 class Outline:
@@ -255,7 +249,7 @@ def _not_of_transforms(x: torch.Tensor) -> torch.Tensor:
 
 
 def _has_tangent(x: torch.Tensor) -> bool:
-    return is_inexact(x.dtype) and forward_ad.unpack_dual(x).tangent is not None
+    return is_inexact(x) and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _refuse_effects(traced: WholeTrace, where: str) -> None:

@@ -207,9 +207,8 @@ class Mapped(Generic[_P, _R]):
             return outside_dynamo(self, *args, **kwargs)
         try:
             if config.sought and nans.is_due():
-                name = self._options.name
-                look = functools.partial(nans.checked, among=self._processes)
-                return cast(_R, look(self, args, kwargs, name, gathered=self._gathered))
+                again: dict[str, Any] = {"among": self._processes, "gathered": self._gathered}
+                return cast(_R, nans.checked(self, args, kwargs, self._options.name, **again))
             if self._has_statics:
                 args, kwargs = cast(Any, self._split(args, kwargs))
             is_inside = bool(axis_stack.bound() or (num_modes() and is_traced()))

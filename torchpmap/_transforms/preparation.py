@@ -167,7 +167,7 @@ class Preparation(Generic[_Call]):
         arguments = _described(call)
         plan = self._plans.get(kind)
         if plan is None or not plan.holds():
-            broken = "" if plan is None else plan.broken_by()
+            broken = plan.broken_by() if isinstance(plan, Plan) else ""
             if plan is not None:
                 self._differentiables.pop(plan, None)
             self._note_trace(call, layouts, arguments, broken)

@@ -55,14 +55,13 @@ class Retraces:
 
     def untraced(self, options: CallOptions, verdict: Untraceable, how: str) -> None:
         """Warn once that a function which cannot be traced runs ``how``; raise if it must be."""
-        because = f"{verdict.where}: {verdict.reason}. Use {verdict.instead}"
         if options.fullgraph:
             raise TraceError(
                 f"{options.prefix}: fullgraph=True, but the function cannot be traced: at "
-                f"{because}, or drop fullgraph to run it {how}."
+                f"{verdict}, or drop fullgraph to run it {how}."
             ) from verdict.__cause__
         text = (
-            f"{options.prefix}: running {how}, which is slower, because of {because} to compile "
+            f"{options.prefix}: running {how}, which is slower, because of {verdict} to compile "
             "it, or pass compile=False to silence this warning."
         )
         if text not in self._warned:

@@ -75,17 +75,18 @@ def vmap(
         leaves, paths, structure = _arguments(fun, args, kwargs)
         axes = axis_spec.broadcast_axes((spec, 0), (args, kwargs), what="vmap in_axes")
         size = _size(leaves, paths, axes, axis_size)
-        output = _Output(out_axes, axis_name)
+        outputs: list[_Output] = []
 
         def rows(index: torch.Tensor, *row: Any) -> list[torch.Tensor]:
             row_args, row_kwargs = structure.unflatten(row)
             axis = Axis(axis_name, size, index, None)
             with nullcontext() if axis_name is None else axis_stack.bind(axis):
-                return output.take(fun(*row_args, **row_kwargs), index.device)
+                outputs[:] = [_Output(fun(*row_args, **row_kwargs), out_axes)]
+                return outputs[0].stacked(axis_name, index.device)
 
         index = torch.arange(size, device=_device(leaves))
-        over_rows = transform_rules.vmap(rows, (0, *axes), randomness)
-        return output.joined(over_rows(index, *leaves))
+        stacked = transform_rules.vmap(rows, (0, *axes), randomness)(index, *leaves)
+        return outputs[0].joined(stacked)
 
     return mapped
 
@@ -97,38 +98,35 @@ class _Output:
     of ``out_dims=None`` mistakes the batch dimension of an outer vmap for its own.
     """
 
-    def __init__(self, out_axes: Any, axis_name: Hashable) -> None:
-        self._out_axes = out_axes
-        self._axis_name = axis_name
-        self._leaves: list[Any] = []
-        self._axes: list[int | None] = []
-        self._structure: Structure
-
-    def take(self, output: Any, device: torch.device) -> list[torch.Tensor]:
+    def __init__(self, output: Any, out_axes: Any) -> None:
         self._leaves, self._structure = flatten(output)
-        self._axes = axis_spec.broadcast_axes(self._out_axes, output, what="vmap out_axes")
-        stacked = []
-        for i, (leaf, axis) in enumerate(zip(self._leaves, self._axes, strict=True)):
+        self._axes = axis_spec.broadcast_axes(out_axes, output, what="vmap out_axes")
+        self._paths = self._structure.paths("output")
+
+    def stacked(self, axis_name: Hashable, device: torch.device) -> list[torch.Tensor]:
+        found = []
+        for leaf, axis, path in zip(self._leaves, self._axes, self._paths, strict=True):
             if axis is not None:
-                stacked.append(_as_tensor(leaf, self._structure.paths("output")[i], device))
+                found.append(_as_tensor(leaf, path, device))
             elif isinstance(leaf, torch.Tensor) and is_batched(leaf):
                 raise ValueError(
-                    f"vmap has mapped output (axis_name={self._axis_name}) but out_axes is None: "
-                    f"{self._structure.paths('output')[i]} differs from row to row. Reduce it over "
-                    "the axis, or give it an axis in out_axes."
+                    f"vmap has mapped output (axis_name={axis_name}) but out_axes is None: {path} "
+                    "differs from row to row. Reduce it over the axis, or give it an axis in "
+                    "out_axes."
                 )
-        return stacked
+        return found
 
     def joined(self, stacked: list[torch.Tensor]) -> Any:
         rows_first = iter(stacked)
-        leaves = list(self._leaves)
-        for i, axis in enumerate(self._axes):
-            if axis is not None:
-                leaf = next(rows_first)
-                path = self._structure.paths("output")[i]
-                place = axis_spec.canonical_axis(axis, leaf.dim(), what="vmap out_axes", path=path)
-                leaves[i] = leaf.movedim(0, place)
-        return self._structure.unflatten(leaves)
+
+        def whole(leaf: Any, axis: int | None, path: str) -> Any:
+            if axis is None:
+                return leaf
+            rows = next(rows_first)
+            what = "vmap out_axes"
+            return rows.movedim(0, axis_spec.canonical_axis(axis, rows.dim(), what=what, path=path))
+
+        return self._structure.unflatten(list(map(whole, self._leaves, self._axes, self._paths)))
 
 
 def _arguments(
