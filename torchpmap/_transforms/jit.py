@@ -202,7 +202,7 @@ class Jitted(Generic[_P, _R]):
         return None
 
     def _traced(self, key: Hashable, call: JitCall, make: Callable[..., Any]) -> _Known:
-        self._note(call)
+        self._note(call, make is not self._make)
         objects = tuple(call.objects())
         own: list[Environment] = []
         if objects:
@@ -248,11 +248,15 @@ class Jitted(Generic[_P, _R]):
                 "buffer.copy_(value), or return the value",
             )
 
-    def _note(self, call: JitCall) -> None:
+    def _note(self, call: JitCall, is_outline: bool) -> None:
         """Count a trace, and warn if there are too many."""
-        paths = call.structure.paths("argument")
-        kinds = dict(zip(paths, map(_described, call.leaves), strict=True))
-        self._traces.tell(self._options, kinds)
+        named = dict(zip(call.structure.paths("argument"), call.leaves, strict=True))
+        tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
+        places = {name: x._alive()[0] for name, x in tensors.items() if type(x) is ShardedTensor}
+        kinds: dict[str, Hashable] = {name: _described(x) for name, x in named.items()}
+        kinds |= {f"requires_grad of {name}": x.requires_grad for name, x in tensors.items()}
+        kinds |= {"grad mode": torch.is_grad_enabled(), "a transform around it": is_outline}
+        self._traces.tell(self._options, kinds, places)
         self.num_traces += 1
 
     def _forget(self, runtime: Any) -> None:

@@ -12,8 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from torchpmap._base.ambient import KEYED, ambient, keyed
-from torchpmap._base.devices import Device
+from torchpmap._base.ambient import ambient, keyed
 from torchpmap._base.errors import kind_of, warn
 from torchpmap._base.sources import defined_at
 from torchpmap._base.torch_internals import is_transformed
@@ -243,16 +242,10 @@ class Preparation(Generic[_Call]):
         self, call: _Call, layouts: Sequence[Layout], arguments: str, broken: str
     ) -> None:
         """Note and log a trace; ``broken``: why the plan for this kind of call does not hold."""
-        kinds: dict[str, Hashable] = {
-            f"argument {path}": _kind(leaf)
-            for path, leaf in zip(call.paths, call.leaves, strict=True)
-        }
-        kinds |= {
-            f"the place of argument {path}": f"{layout.sharding.spec} on {_names(layout.devices)}"
-            for path, layout in zip(call.travelling(call.paths), layouts, strict=True)
-        }
-        kinds |= {f"torch's {s.name}": value for s, value in zip(KEYED, keyed(), strict=True)}
-        self._retraces.tell(self.options, kinds, arguments, broken)
+        names = [f"argument {path}" for path in call.paths]
+        kinds = dict(zip(names, map(_kind, call.leaves), strict=True))
+        places = dict(zip(call.travelling(names), layouts, strict=True))
+        self._retraces.tell(self.options, kinds, places, arguments, broken)
 
 
 def refuse_aliased_donation(
@@ -276,10 +269,6 @@ def refuse_aliased_donation(
 def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], torch.dtype]:
     tensor = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
     return tuple(tensor.shape), tensor.dtype
-
-
-def _names(devices: Sequence[Device]) -> str:
-    return " ".join(map(str, devices))
 
 
 def _kind(leaf: Any) -> str:

@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 
 from torchpmap._base import log
+from torchpmap._base.ambient import KEYED, keyed
 from torchpmap._base.errors import TraceError, warn
+from torchpmap._layout.layout import Layout
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms.call import CallOptions
 
@@ -38,14 +40,25 @@ class Retraces:
         self._traces.clear()
 
     def tell(
-        self, options: CallOptions, kinds: Kinds, arguments: str = "", because: str = ""
+        self,
+        options: CallOptions,
+        kinds: Kinds,
+        places: Mapping[str, Layout],
+        arguments: str = "",
+        because: str = "",
     ) -> None:
         """Note a trace: say why it is made, and warn if there are too many.
 
         Args:
+            places: where arguments lie.
             arguments: as logs name them.
             because: why, if that is known.
         """
+        kinds = dict(kinds)
+        for name, layout in places.items():
+            devices = " ".join(map(str, layout.devices))
+            kinds[f"the place of {name}"] = f"{layout.sharding.spec} on {devices}"
+        kinds |= {f"torch's {s.name}": value for s, value in zip(KEYED, keyed(), strict=True)}
         if log.is_heard() and options.backend is not None:
             given, why = arguments and f" ({arguments})", because or self.why(kinds)
             log.tell("tracing `%s`%s: %s", options.name, given, why)
