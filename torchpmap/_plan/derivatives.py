@@ -53,6 +53,10 @@ PullBack = Callable[[tuple[int, ...], tuple[int, ...], Tensors], list[torch.Tens
 OutDims = Callable[[Tensors], list[int | None]]
 
 
+_MAX_DERIVED = 256
+"""Derivatives and batched forms that a function keeps."""
+
+
 class Function(ABC):
     """A function of tensors, whose derivatives and batched forms are such functions, made once."""
 
@@ -83,13 +87,27 @@ class Function(ABC):
     ) -> tuple[list[torch.Tensor], PullBack | None]:
         """``run``, and how gradients of the inputs ``wanted`` follow from what that leaves."""
 
-    @abstractmethod
-    def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Function:
+    def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Any:
         """(inputs, cotangents of the outputs ``given``) -> cotangents of the inputs ``wanted``."""
+        inputs = [*self.layouts, *(self.outputs[k] for k in given)]
+        outputs = [self.layouts[k] for k in wanted]
+        key, body = ("vjp", wanted, given), self._pull(wanted, given)
+        return self._derive(key, wanted, body, inputs, outputs)
+
+    def jvp(self, given: tuple[int, ...]) -> Any:
+        """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
+        inputs = [*self.layouts, *(self.layouts[k] for k in given)]
+        outputs = [self.outputs[k] for k in self.inexact_outputs()]
+        # a tangent is where its gradient is
+        return self._derive(("jvp", given), self.mirrored, self._push(given), inputs, outputs)
 
     @abstractmethod
-    def jvp(self, given: tuple[int, ...]) -> Function:
-        """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
+    def _pull(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Any:
+        """The body of ``vjp``."""
+
+    @abstractmethod
+    def _push(self, given: tuple[int, ...]) -> Any:
+        """The body of ``jvp``."""
 
     @abstractmethod
     def batched(
@@ -98,14 +116,18 @@ class Function(ABC):
         """The batched form, its inputs, and the batch dims of its outputs, once it has run."""
 
     @abstractmethod
-    def _made(self, key: Any, body: Any, *given: Any) -> Function:
+    def _made(self, key: Any, body: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Function:
         """The derivative, or the batched form, ``key``, which runs ``body``."""
 
     def _derive(self, key: Any, mirrored: tuple[int, ...], *given: Any) -> Any:
-        if key not in self._derived:
-            made = self._derived[key] = self._made(key, *given)
+        made = self._derived.get(key)
+        if made is None:
+            made = self._made(key, *given)
             made.keys, made.mirrored = self.keys, mirrored
-        return self._derived[key]
+            if len(self._derived) >= _MAX_DERIVED:  # batches of ever other sizes, for example
+                del self._derived[next(iter(self._derived))]
+            self._derived[key] = made
+        return made
 
     def inexact_inputs(self) -> tuple[int, ...]:
         """Their places."""
@@ -196,24 +218,14 @@ class Differentiable(Function):
         return handles_of(tensors, self.layouts)
 
     def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Differentiable:
-        derived = self._derive(
-            ("vjp", wanted, given),
-            wanted,
-            self._pull(wanted, given, keep_outputs=False),
-            [*self.layouts, *(self.outputs[k] for k in given)],
-        )
+        derived: Differentiable = super().vjp(wanted, given)
         own = self._batch_dims_in
         derived._batch_dims_in = (*own, *(self.batch_dims()[k] for k in given))
         derived.batch_dims = lambda: tuple(own[k] for k in wanted)
         return derived
 
     def jvp(self, given: tuple[int, ...]) -> Differentiable:
-        derived = self._derive(
-            ("jvp", given),
-            self.mirrored,  # a tangent is where its gradient is
-            self._push(given),
-            [*self.layouts, *(self.layouts[k] for k in given)],
-        )
+        derived: Differentiable = super().jvp(given)
         own = self._batch_dims_in
         derived._batch_dims_in = (*own, *(own[k] for k in given))
         derived.batch_dims = lambda: tuple(self.batch_dims()[k] for k in self.inexact_outputs())
@@ -244,7 +256,7 @@ class Differentiable(Function):
             for layout, batched in zip(self.layouts, which, strict=True)
         ]
         key = ("vmap", which, size)
-        derived = self._derive(key, self.mirrored, _Batched(self.body, which), layouts)
+        derived = self._derive(key, self.mirrored, _Batched(self.body, which), layouts, ())
         derived._batch_dims_in = tuple(map(operator.add, self._batch_dims_in, which))
         derived.batch_dims = lambda: tuple(
             map(operator.add, self.batch_dims(), derived.batched_outputs())
@@ -272,13 +284,17 @@ class Differentiable(Function):
                 self._pairs[wanted, given] = lower_pair(target, body, layouts, *numbers)
         return self._pairs[wanted, given]
 
-    def _made(self, key: Any, body: Any, *given: Any) -> Differentiable:
+    def _made(
+        self, key: Any, body: Body, inputs: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Differentiable:
         target = self.target if key[0] == "vmap" else self.target.of_derivative
-        return Differentiable(target, body, *given)
+        return Differentiable(target, body, inputs)
 
     # -- derived bodies ---------------------------------------------------------------------------
 
-    def _pull(self, wanted: tuple[int, ...], given: tuple[int, ...], *, keep_outputs: bool) -> Body:
+    def _pull(
+        self, wanted: tuple[int, ...], given: tuple[int, ...], keep_outputs: bool = False
+    ) -> Body:
         count, grid = len(self.layouts), self.target.grid
 
         def pull(blocks: Tensors, axis: Axis) -> Outcome:

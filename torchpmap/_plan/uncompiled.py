@@ -82,12 +82,8 @@ class UncompiledPlan:
         assert isinstance(structure, Structure), "one that all devices have"
         if report.used_key:
             draw_key()  # the next call gets another one
-        layouts = [
-            self._grid.stacked(shape, dtype, cut)
-            for shape, dtype, cut in zip(report.shapes, report.dtypes, report.cuts, strict=True)
-            if shape is not None and dtype is not None
-        ]
-        nones = [k for k, shape in enumerate(report.shapes) if shape is None]
+        layouts = [self._grid.stacked(*each) for each in report.results if each is not None]
+        nones = [k for k, each in enumerate(report.results) if each is None]
 
         def tree(leaves: list[Any]) -> Any:
             return structure.unflatten(with_nones(leaves, nones))
@@ -115,20 +111,9 @@ class UncompiledPlan:
         first = reports[0]
         devices = self._grid.axis_devices
         for report, device in zip(reports, devices, strict=True):
-            if (report.structure, report.shapes, report.dtypes, report.cuts) != (
-                first.structure,
-                first.shapes,
-                first.dtypes,
-                first.cuts,
-            ):
-                raise ValueError(
-                    unequal_results(
-                        self._prefix,
-                        "devices",
-                        (devices[0], _summary(first)),
-                        (device, _summary(report)),
-                    )
-                )
+            if (report.structure, report.results) != (first.structure, first.results):
+                pair = (devices[0], _summary(first)), (device, _summary(report))
+                raise ValueError(unequal_results(self._prefix, "devices", *pair))
             if report.written is not None:
                 raise RuntimeError(report.written)
             if report.used_generator:
@@ -148,8 +133,5 @@ def _sources_of_no_file() -> tuple[tuple[str, Any], ...]:
 
 
 def _summary(report: UncompiledReport) -> str:
-    kinds = [
-        None if shape is None or dtype is None else kind_of(shape, dtype)
-        for shape, dtype in zip(report.shapes, report.dtypes, strict=True)
-    ]
+    kinds = [None if each is None else kind_of(*each[:2]) for each in report.results]
     return f"{report.structure} of {kinds}"

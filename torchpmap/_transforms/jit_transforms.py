@@ -106,26 +106,18 @@ class WholeFunction(Function):
 
         return list(map(_alone, results)), pull_back
 
-    def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> WholeFunction:
+    def _pull(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Body:
         count = len(self.layouts)
 
         def pull(tensors: Tensors) -> list[torch.Tensor]:
             primals, cotangents = tensors[:count], tensors[count:]
             return vjp_of(self._body, primals, wanted, given, cotangents, set())
 
-        inputs = [*self.layouts, *(self._outputs[k] for k in given)]
-        outputs = [self.layouts[k] for k in wanted]
-        return self._derive(("vjp", wanted, given), wanted, pull, inputs, outputs)
+        return pull
 
-    def jvp(self, given: tuple[int, ...]) -> WholeFunction:
+    def _push(self, given: tuple[int, ...]) -> Body:
         count = len(self.layouts)
-
-        def push(tensors: Tensors) -> list[torch.Tensor]:
-            return jvp_of(self._body, tensors[:count], given, tensors[count:])[1]
-
-        inputs = [*self.layouts, *(self.layouts[k] for k in given)]
-        outputs = [self._outputs[k] for k in self.inexact_outputs()]
-        return self._derive(("jvp", given), self.mirrored, push, inputs, outputs)
+        return lambda tensors: jvp_of(self._body, tensors[:count], given, tensors[count:])[1]
 
     def batched(
         self, info: Any, dims: Sequence[int | None], tensors: Tensors
@@ -147,8 +139,9 @@ class WholeFunction(Function):
         derived = self._derive(key, self.mirrored, rows, self.layouts, self._outputs)
         return derived, moved, lambda results: [0] * len(results)
 
-    def _made(self, key: Any, body: Any, *given: Any) -> WholeFunction:
-        inputs, outputs = given
+    def _made(
+        self, key: Any, body: Body, inputs: Sequence[Any], outputs: Sequence[Any]
+    ) -> WholeFunction:
         return WholeFunction(self._make, body, inputs, outputs, self.settings)
 
 

@@ -131,23 +131,18 @@ class Preparation(Generic[_Call]):
             if has_numbers and isinstance(leaf, torch.Tensor):
                 insist(leaf, f"{self.options.prefix}: argument {path}")
         decided = self.decide(call)
-        with self._read_by(call).tracing():
-            return self._plan_for(call, decided)
-
-    def _read_by(self, call: _Call) -> Surroundings:
-        """What the function reads in a call."""
         statics = [leaf for leaf in call.leaves if isinstance(leaf, Static)]
-        of_statics = filter(None, [static.environment(self._fun) for static in statics])
-        return Surroundings(
-            [self.environment, *of_statics], [static.is_intact for static in statics]
-        )
+        own = filter(None, [static.environment(self._fun) for static in statics])
+        intact = [static.is_intact for static in statics]
+        surroundings = Surroundings([self.environment, *own], intact)
+        with surroundings.tracing():
+            return self._plan_for(call, decided, surroundings)
 
-    def _plan_for(self, call: _Call, decided: Decided) -> Prepared:
+    def _plan_for(self, call: _Call, decided: Decided, surroundings: Surroundings) -> Prepared:
         program, grid, layouts = decided.program, decided.grid, decided.layouts
         leaves, paths = call.travelling(call.leaves), tuple(call.travelling(call.paths))
-        refuse_aliased_donation(
-            self.options.prefix, paths, call.donated, leaves
-        )  # before anything is sent
+        # before anything is sent
+        refuse_aliased_donation(self.options.prefix, paths, call.donated, leaves)
         in_place = all(
             type(leaf) is ShardedTensor and leaf._alive()[0].same_place(layout)
             for leaf, layout in zip(leaves, layouts, strict=True)
@@ -174,7 +169,7 @@ class Preparation(Generic[_Call]):
         direct = plan if isinstance(plan, Plan) and plan.has_final_outputs else None
         return Prepared(
             plan,
-            self._read_by(call),
+            surroundings,
             call.positions,
             layouts,
             in_place,

@@ -7,7 +7,7 @@ batch dimension is how collectives recognise the axis.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -72,21 +72,20 @@ def vmap(
     @outside_graphs
     @functools.wraps(fun)
     def mapped(*args: _P.args, **kwargs: _P.kwargs) -> Any:
-        leaves, paths, structure = _arguments(fun, args, kwargs)
         axes = axis_spec.broadcast_axes((spec, 0), (args, kwargs), what="vmap in_axes")
-        size = _size(leaves, paths, axes, axis_size)
+        leaves, structure, size = _arguments(fun, args, kwargs, axes, axis_size)
         outputs: list[_Output] = []
 
         def rows(index: torch.Tensor, *row: Any) -> list[torch.Tensor]:
             row_args, row_kwargs = structure.unflatten(row)
             axis = Axis(axis_name, size, index, None)
             with nullcontext() if axis_name is None else axis_stack.bind(axis):
-                outputs[:] = [_Output(fun(*row_args, **row_kwargs), out_axes)]
-                return outputs[0].stacked(axis_name, index.device)
+                outputs.append(_Output(fun(*row_args, **row_kwargs), out_axes))
+                return outputs[-1].stacked(axis_name, index.device)
 
-        index = torch.arange(size, device=_device(leaves))
-        stacked = transform_rules.vmap(rows, (0, *axes), randomness)(index, *leaves)
-        return outputs[0].joined(stacked)
+        over_rows = transform_rules.vmap(rows, (0, *axes), randomness)
+        stacked = over_rows(torch.arange(size, device=_device(leaves)), *leaves)
+        return outputs[-1].joined(stacked)
 
     return mapped
 
@@ -130,23 +129,20 @@ class _Output:
 
 
 def _arguments(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], list[str], Structure]:
-    """(leaves, with arrays as tensors; their paths; their structure)."""
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    axes: list[int | None],
+    axis_size: int | None,
+) -> tuple[list[Any], Structure, int]:
+    """(leaves, with arrays as tensors; their structure; the size of the axis)."""
     leaves, structure = flatten_call(args, kwargs)
     paths = structure.call_paths(axis_spec.argument_names(fun, len(args)))
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, np.ndarray | np.generic):
-            check_array(leaf, f"vmap: argument {paths[position]}")
-            leaves[position] = torch.tensor(leaf)
-    return leaves, paths, structure
-
-
-def _size(
-    leaves: list[Any], paths: Sequence[str], axes: list[int | None], axis_size: int | None
-) -> int:
     described: list[axis_spec.LeafInfo] = []
-    for leaf, path in zip(leaves, paths, strict=True):
+    for position, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
+        if isinstance(leaf, np.ndarray | np.generic):
+            check_array(leaf, f"vmap: argument {path}")
+            leaf = leaves[position] = torch.tensor(leaf)
         if isinstance(leaf, torch.Tensor):
             described.append((path, tuple(leaf.shape), str(leaf.dtype)))
         else:
@@ -159,7 +155,7 @@ def _size(
             else "vmap wrapped function must be passed at least one argument containing an array "
             "or axis_size must be specified, got empty *args=() and **kwargs={}"
         )
-    return size
+    return leaves, structure, size
 
 
 def _device(leaves: list[Any]) -> torch.device | None:
