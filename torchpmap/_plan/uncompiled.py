@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import linecache
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -34,29 +35,20 @@ from torchpmap.random._streams import draw_key, peek_key, uses_generator
 _serials = itertools.count(1)
 
 
+@dataclass(eq=False)
 class UncompiledPlan:
     """How to run one program uncompiled; prepared like a ``Plan``, but its outputs are known only
     afterwards.
     """
 
-    def __init__(
-        self,
-        program: Program | BlockProgram,
-        grid: Grid,
-        prefix: str,
-        timeout: float | None = None,
-        where: str = "",
-    ) -> None:
-        """``where``: ``file:line`` of the function."""
-        self._program = program
-        self._timeout = timeout
-        self._where = where
-        self._serial = next(_serials)
-        self.requires_grad = False  # known when it has run
-        self._grid = grid
-        self._prefix = prefix
-        self._ranks = grid.ranks
-        self._group = group_name(self._ranks)
+    program: Program | BlockProgram
+    grid: Grid
+    prefix: str
+    timeout: float | None
+    where: str
+    """``file:line`` of the function."""
+    serial: int = field(default_factory=_serials.__next__)
+    requires_grad = False  # known when it has run
 
     def holds(self) -> bool:
         return True  # the function is pickled anew for every call, with what it closes over
@@ -68,12 +60,12 @@ class UncompiledPlan:
             TypeError: the function cannot be pickled; nothing was sent.
         """
         runtime = current_runtime()
-        team = runtime.team(tuple(device.id for device in self._grid.devices))
+        team = runtime.team(tuple(device.id for device in self.grid.devices))
         key = peek_key()
-        timeout = runtime.timeout if self._timeout is None else self._timeout
+        timeout = runtime.timeout if self.timeout is None else self.timeout
         task = self._task(key, timeout, here=runtime.runs_here)
         held = handles_of(leaves, layouts)
-        recording.lacks(self._prefix, "as Python on the devices (compile=False)")
+        recording.lacks(self.prefix, "as Python on the devices (compile=False)")
         told, outputs = runtime.run_task(team, task, held)
         reports = cast(list[UncompiledReport], told)
         self._check(reports)
@@ -82,7 +74,7 @@ class UncompiledPlan:
         assert isinstance(structure, Structure), "one that all devices have"
         if report.used_key:
             draw_key()  # the next call gets another one
-        layouts = [self._grid.stacked(*each) for each in report.results if each is not None]
+        layouts = [self.grid.stacked(*each) for each in report.results if each is not None]
         nones = [k for k, each in enumerate(report.results) if each is None]
 
         def tree(leaves: list[Any]) -> Any:
@@ -91,39 +83,39 @@ class UncompiledPlan:
         return Called(list(zip(layouts, outputs, strict=True)), tree, report.requires_grad, key)
 
     def _task(self, key: torch.Tensor, timeout: float | None, *, here: bool) -> Task:
-        name = self._program.name
-        body = pickled_function(UncompiledWork, self._program, f"{name}()", here=here)
+        name = self.program.name
+        body = pickled_function(UncompiledWork, self.program, f"{name}()", here=here)
         return Task(
             name,
             number_of(body),
             body,
-            self._ranks,
-            self._group,
+            self.grid.ranks,
+            group_name(self.grid.ranks),
             Given(tuple(key.tolist()), ambient()),
             _sources_of_no_file(),
             timeout,
-            self._where,
-            self._serial,
+            self.where,
+            self.serial,
         )
 
     def _check(self, reports: Sequence[UncompiledReport]) -> None:
         """Raise if devices returned different kinds of results, or the function broke a rule."""
         first = reports[0]
-        devices = self._grid.axis_devices
+        devices = self.grid.axis_devices
         for report, device in zip(reports, devices, strict=True):
             if (report.structure, report.results) != (first.structure, first.results):
                 pair = (devices[0], _summary(first)), (device, _summary(report))
-                raise ValueError(unequal_results(self._prefix, "devices", *pair))
+                raise ValueError(unequal_results(self.prefix, "devices", *pair))
             if report.written is not None:
                 raise RuntimeError(report.written)
             if report.used_generator:
-                raise NotImplementedError(uses_generator(self._prefix))
+                raise NotImplementedError(uses_generator(self.prefix))
         # devices of different lines of a mesh have compared different values
         for each in zip(*(report.differences for report in reports), strict=True):
             path, difference = each[0][0], max(difference for _, difference in each)
             if difference != 0:
-                otherwise = self._program.otherwise
-                raise ValueError(not_replicated(self._prefix, path, difference, otherwise))
+                otherwise = self.program.otherwise
+                raise ValueError(not_replicated(self.prefix, path, difference, otherwise))
 
 
 def _sources_of_no_file() -> tuple[tuple[str, Any], ...]:

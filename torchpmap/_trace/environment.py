@@ -18,6 +18,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -158,39 +159,34 @@ class Environment:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class Surroundings:
-    """What a program reads from outside itself, besides tensors.
+    """What a program reads from outside itself, besides tensors."""
 
-    Args:
-        intact: more of what must stay, each with whether it has.
-    """
-
-    def __init__(
-        self, environments: Sequence[Environment], intact: Sequence[Callable[[], bool]] = ()
-    ) -> None:
-        self._environments = environments
-        self._intact = intact
+    environments: Sequence[Environment]
+    intact: Sequence[Callable[[], bool]] = ()
+    """Of what else must stay, whether it has."""
 
     def copy(self) -> Surroundings:
         """The same, noted at the same time; later calls may note anew."""
-        return Surroundings([each.copy() for each in self._environments], self._intact)
+        return Surroundings([each.copy() for each in self.environments], self.intact)
 
     def objects(self) -> list[Any]:
         """All that is reached."""
-        return [x for each in self._environments for x in each.objects()]
+        return [x for each in self.environments for x in each.objects()]
 
     def changed(self) -> bool:
         """Whether something has changed since the program was traced."""
-        for environment in self._environments:
+        for environment in self.environments:
             if environment.changed():
                 return True
-        return not all(is_intact() for is_intact in self._intact)
+        return not all(is_intact() for is_intact in self.intact)
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """See ``Environment``."""
         with contextlib.ExitStack() as stack:
-            for environment in self._environments:
+            for environment in self.environments:
                 stack.enter_context(environment.tracing())
             yield
 

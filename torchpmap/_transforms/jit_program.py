@@ -196,9 +196,8 @@ class Program:
         self._derivable = None
         try:
             if traced.pulled:
-                self._derivable = Derivable(
-                    *given, traced.cotangents, list(map(place, traced.pulled))
-                )
+                layouts = list(map(place, traced.pulled))
+                self._derivable = Derivable(*given, tuple(traced.cotangents), layouts)
             plans = self._derivable.first() if self._derivable else plans_of(*given)
             self.plan, self.resharded = plans.forward, plans.resharded
         except NotOnBlocks as error:
