@@ -411,20 +411,15 @@ def map_with(
     settings: dict[str, Any],
     fun: Callable[..., Any] | None,
 ) -> Any:
-    """``fun``, mapped with the settings that a front end was given; without it, a decorator."""
+    """``fun``, made to what a front end makes with these settings; without it, a decorator."""
+
+    @boundary
+    def decorator(fun: Callable[..., Any]) -> Any:
+        if is_dynamo_compiling():
+            break_graph(NO_PART_OF_A_GRAPH)
+        return kind(check_function(fun), check(name_of(fun), **settings))
+
     if fun is None:
         check("<function>", **settings)  # misuse raises here, at the decorator's line
-        return functools.partial(_mapped, kind, check, settings)
-    return _mapped(kind, check, settings, fun)
-
-
-@boundary
-def _mapped(
-    kind: Callable[..., Any],
-    check: Callable[..., CallOptions],
-    settings: dict[str, Any],
-    fun: Callable[..., Any],
-) -> Any:
-    if is_dynamo_compiling():
-        break_graph(NO_PART_OF_A_GRAPH)
-    return kind(check_function(fun), check(name_of(fun), **settings))
+        return decorator
+    return decorator(fun)
