@@ -1,5 +1,5 @@
-"""Covers: _layout/grid.py, _transforms/nesting.py, and the meshes of _layout/axis_stack.py: a pmap
-of a pmap shares the devices, in collectives too.
+"""Covers: _layout/grid.py, _transforms/row_preparation.py, and the meshes of
+_layout/axis_stack.py: a pmap of a pmap shares the devices, in collectives too.
 """
 
 import functools
@@ -25,7 +25,7 @@ from _nested import NAMES, mesh_of, nested, same
 from _support import EAGER, TRACED, mostly_long
 
 import torchpmap as tp
-from torchpmap._transforms.nesting import counts_of_list, device_counts
+from torchpmap._transforms.row_preparation import counts_of_list, device_counts
 
 pytestmark = pytest.mark.usefixtures("eight_devices")
 

@@ -1,4 +1,6 @@
-"""Covers: _transforms/nesting.py: derivatives, random numbers and options of a pmap of a pmap."""
+"""Covers: _transforms/row_preparation.py: derivatives, random numbers and options of
+a pmap of a pmap.
+"""
 
 import functools
 from contextlib import nullcontext

@@ -16,6 +16,7 @@ import torch
 
 from torchpmap._base.boundary import outside_graphs
 from torchpmap._loops.bodies import Function, private
+from torchpmap._loops.checks import check_function
 from torchpmap._loops.trees import Parts, Tensors, same_kinds, take_apart
 
 _Elements = TypeVar("_Elements")
@@ -57,8 +58,7 @@ def associative_scan(
 
     Source: jax.lax.associative_scan; checked in tests/loops.
     """
-    if not callable(fn):
-        raise TypeError(f"associative_scan: fn must be a function, but got {fn!r}.")
+    check_function("associative_scan", "fn", fn)
     parts = take_apart(elems, "elems")
     axis = operator.index(axis)
     _check(parts, axis)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from torchpmap._trace.transformable import (
     Tensors,
     Transformable,
     apply,
-    expanded,
+    batch_first,
+    expand_some,
     jvp_of,
     vjp_of,
     vmap_of,
@@ -32,9 +34,19 @@ class Branch(Transformable):
     """Of two, the first is for true.  More are numbered; the selector may be beyond the last."""
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        selector, operands = tensors[0], tensors[1:]
-        inner = [emit.inner(lambda body=body: body(operands), []) for body in self.branches]
-        return emit.branch(selector, inner, self.name)
+        return self._chosen(tensors[0], tensors[1:], range(len(self.branches)))
+
+    def _chosen(
+        self, selector: torch.Tensor, operands: Tensors, which: range
+    ) -> list[torch.Tensor]:
+        """Run one of some branches.  A node of the graph knows two, which may be halves of more."""
+        if len(which) == 1:
+            return self.branches[which[0]](operands)
+        half = len(which) // 2
+        first = selector if selector.dtype == torch.bool else selector < which[half]
+        run = functools.partial(self._chosen, selector, operands)
+        bodies = functools.partial(run, which[:half]), functools.partial(run, which[half:])
+        return emit.branch(first, [emit.inner(body, []) for body in bodies], self.name)
 
     def vjp(
         self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
@@ -72,16 +84,13 @@ class Branch(Transformable):
         self, info: Any, dims: Sequence[int | None], tensors: Tensors
     ) -> tuple[list[torch.Tensor], list[int | None]]:
         size = info.batch_size
-        tensors = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
+        tensors = batch_first(tensors, dims)
         which = [d is not None for d in dims]
         parts = self.name if which[0] else None
         runs = [vmap_of(body, which[1:], size, info.randomness, parts) for body in self.branches]
         if which[0]:
             found = [run(tensors[1:]) for run in runs]
-            every = [
-                [expanded(x, has, size) for x, has in zip(results, reached, strict=True)]
-                for results, reached in found
-            ]
+            every = [expand_some(xs, reached, [True] * len(xs), size) for xs, reached in found]
             results = [chosen(tensors[0], leaf) for leaf in zip(*every, strict=True)]
             return results, [0] * len(results)
         reached = [self._reached(run, tensors[1:]) for run in runs]
@@ -90,10 +99,7 @@ class Branch(Transformable):
         def same(run: Any) -> Body:
             def body(xs: Tensors) -> list[torch.Tensor]:
                 results, own = run(xs)
-                return [
-                    expanded(x, has, size) if any_has else x
-                    for x, has, any_has in zip(results, own, any_reached, strict=True)
-                ]
+                return expand_some(results, own, any_reached, size)
 
             return body
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,8 +23,9 @@ from torchpmap._collectives.varying import Axes, axes_of, union
 from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import Function, is_repeated, private, private_leaf
 from torchpmap._loops.branch_node import Branch, chosen, place_of
+from torchpmap._loops.checks import check_function, whole_number
 from torchpmap._loops.scan import is_staged
-from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
+from torchpmap._loops.surroundings import Lifted, Surroundings, find_closures
 from torchpmap._loops.trees import (
     Parts,
     Tensors,
@@ -76,10 +76,9 @@ def cond(
 
     Source: jax.lax.cond; checked in tests/loops.
     """
-    for fun in (true_fun, false_fun):
-        if not callable(fun):
-            raise TypeError(f"cond: the branches must be functions, but got {fun!r}.")
     funs, names = (true_fun, false_fun), ("true_fun", "false_fun")
+    for name, fun in zip(names, funs, strict=True):
+        check_function("cond", name, fun)
     chosen = _predicate(pred)
     if isinstance(chosen, bool):
         return _only("cond", funs[0 if chosen else 1], operands)
@@ -118,20 +117,14 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
         raise TypeError(f"switch: branches must be a sequence of functions, but got {branches!r}.")
     branches = tuple(branches)
     for fun in branches:
-        if not callable(fun):
-            raise TypeError(f"switch: the branches must be functions, but got {fun!r}.")
+        check_function("switch", "each branch", fun)
     if not branches:
         raise ValueError("switch: got an empty sequence of branches; give at least one branch.")
     if isinstance(index, np.ndarray | np.generic):
         index = torch.tensor(index)
     if not isinstance(index, torch.Tensor):
-        if isinstance(index, bool) or not hasattr(index, "__index__"):
-            raise TypeError(
-                f"switch: the index must be an integer, but got {index!r} of type "
-                f"{type(index).__name__}."
-            )
-        place = operator.index(index)
-        return _only("switch", branches[min(max(place, 0), len(branches) - 1)], operands)
+        place = place_of(whole_number("switch", "the index", index), len(branches))
+        return _only("switch", branches[place], operands)
     if index.dim():
         raise TypeError(f"switch: the index must be a scalar, but got one of kind {kind(index)}.")
     if category(index.dtype) != 1:
@@ -318,25 +311,19 @@ def _staged(selector: torch.Tensor, branches: _Branches) -> Tensors:
         return branches.unify(found), draws
 
     (unified, draws), closures = find_closures(once, operands)
-    around.advance(draws)
-    rows = around.rows() if draws else []
+    lifted = Lifted(around, closures, draws)
+    count = len(lifted.constants)
     # what only some devices compute would otherwise have a gradient that only some sum
     deciding = axes_of(selector)
     varying = [union(leaf) | deciding for leaf in zip(*unified, strict=True)]
 
     def body(which: int) -> Body:
         def run(tensors: Sequence[torch.Tensor]) -> Tensors:
-            inputs = tensors[len(closures) + len(rows) :]
-
-            def own() -> Tensors:
-                with around.restored():
-                    return branches.run(which, inputs)
-
-            results = with_closures(own, closures, tensors[: len(closures)])
+            results = lifted.run(lambda: branches.run(which, tensors[count:]), tensors)
             return [varied(x, axes) for x, axes in zip(results, varying, strict=True)]
 
         return run
 
     construct = Branch(branches.name, tuple(map(body, range(branches.count))))
-    given = [varied(x, deciding) for x in (*closures, *rows, *private(operands))]
+    given = [varied(x, deciding) for x in (*lifted.constants, *private(operands))]
     return apply(construct, [selector, *given])

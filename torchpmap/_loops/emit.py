@@ -12,21 +12,18 @@ results).  The body becomes a graph.  What it reads from the graph around it bec
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import map_tensors, tree_map
 from torchpmap._base.sources import users_line
 from torchpmap._base.storages import memory_order
 from torchpmap._base.torch_internals import (
-    LazyGraphModule,
     TorchDispatchMode,
     depth,
     dispatch_modes,
@@ -394,17 +391,8 @@ def call(
     node = tracer.create_proxy("call_function", target, proxies, {}, name=target._name).node
     values = tuple(fake(*kind) for kind in results)
     track(tracer, values, node)
-    graphs = [each for each in args if isinstance(each, GraphModule)]
-    node.meta |= _about(graphs, name)
-    for value, along in zip(values, axes, strict=True):
-        set_axes(value, along)
-    return list(values)
-
-
-def _about(graphs: Sequence[GraphModule], name: str) -> dict[str, Any]:
-    """What later passes ask about a node with graphs inside."""
-    return {
-        GRAPHS: list(graphs),
+    node.meta |= {  # what later passes ask
+        GRAPHS: [each for each in args if isinstance(each, GraphModule)],
         "axes": [
             (part.name, part.group)
             for parts in axis_stack.bound()
@@ -414,66 +402,19 @@ def _about(graphs: Sequence[GraphModule], name: str) -> dict[str, Any]:
         "line": users_line(),
         "called": name,
     }
+    for value, along in zip(values, axes, strict=True):
+        set_axes(value, along)
+    return list(values)
 
 
-def branch(selector: torch.Tensor, inner: Sequence[Inner], name: str) -> list[torch.Tensor]:
-    """Add a branch to the graph that is being traced.
-
-    ``cond`` knows two.  So of more, the first half are the branches of a ``cond`` inside the one
-    branch, and the others of one inside the other branch, which get the selector too.
-    """
+def branch(first: torch.Tensor, inner: Sequence[Inner], name: str) -> list[torch.Tensor]:
+    """Add a branch to the graph that is being traced; ``first``: whether it is the first of two."""
     reads = shared(inner)
-    modules = [each.module for each in inner]
-    given = operands([selector])
-    decided = axes_of(selector)
+    (first,) = operands([first])
+    decided = axes_of(first)
     axes = [decided.union(*along) for along in zip(*(each.axes for each in inner), strict=True)]
-    if len(modules) > 2:
-        given = [*given, *read(reads, given)]
-        for module in modules:
-            _with_selector(module, given[0])
-        make = functools.partial(_either, given=given, results=inner[0].results, name=name)
-        half = len(modules) // 2
-        pred = given[0] < half
-        modules = [make(modules[:half], 0), make(modules[half:], half)]
-    else:
-        (pred,), given = given, read(reads)
-    return call(_cond, pred, *modules, tuple(given), results=inner[0].results, axes=axes, name=name)
-
-
-def _with_selector(module: GraphModule, selector: torch.Tensor) -> None:
-    with module.graph.inserting_before(next(iter(module.graph.nodes))):
-        module.graph.placeholder("selector").meta["val"] = selector
-    module.recompile()
-
-
-def _either(
-    modules: Sequence[GraphModule],
-    first: int,
-    *,
-    given: Tensors,
-    results: Sequence[Kind],
-    name: str,
-) -> GraphModule:
-    """A graph of (the selector, what the branches read) for some of the branches, of which the
-    first has the number ``first``.
-    """
-    if len(modules) == 1:
-        return modules[0]
-    half = len(modules) // 2
-    make = functools.partial(_either, given=given, results=results, name=name)
-    owned = {"lower": make(modules[:half], first), "upper": make(modules[half:], first + half)}
-    graph = Graph()
-    places = [graph.placeholder(f"operand_{k}") for k in range(len(given))]
-    pred = graph.call_function(_aten.lt.Scalar, (places[0], first + half))
-    node = graph.call_function(_cond, (pred, *map(graph.get_attr, owned), tuple(places)))
-    found = [graph.call_function(operator.getitem, (node, k)) for k in range(len(results))]
-    graph.output(tuple(found))
-    values = tuple(fake(*kind) for kind in results)
-    node.meta |= _about(list(owned.values()), name) | {"val": values}
-    vals = [*given, fake((), torch.bool, given[0].device), *values]
-    for each, value in zip((*places, pred, *found), vals, strict=True):
-        each.meta["val"] = value
-    return LazyGraphModule(owned, graph)
+    modules, given = [each.module for each in inner], tuple(read(reads))
+    return call(_cond, first, *modules, given, results=inner[0].results, axes=axes, name=name)
 
 
 def _free_name(root: Any, name: str) -> str:

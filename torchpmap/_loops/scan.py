@@ -16,7 +16,7 @@ from torchpmap._loops.bodies import Function, private
 from torchpmap._loops.checks import check_function, whole_number
 from torchpmap._loops.emit import discarded
 from torchpmap._loops.scan_node import Scan
-from torchpmap._loops.surroundings import Surroundings, find_closures, with_closures
+from torchpmap._loops.surroundings import Lifted, Surroundings, find_closures
 from torchpmap._loops.trees import (
     Parts,
     Tensors,
@@ -271,7 +271,7 @@ def run_scan(
     ys: list[Tensors] = [[] for _ in numbers]
     if any(init.weak):
         row = rows[0] if length else _some_row(xs)
-        carry = _with_weak_carry(body, replace(init, tensors=carry), row, around)
+        carry = first_carry(init, lambda carry: body.first(carry, row)[0], around)
     if not length:
         return private(carry), _no_rows(body, carry, _some_row(xs), around)
     for k in reversed(numbers) if reverse else numbers:
@@ -299,16 +299,13 @@ def _no_rows(
     return [torch.zeros(0, *shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
 
 
-def _with_weak_carry(
-    body: Body, init: Parts, row: Sequence[torch.Tensor], around: Surroundings
+def first_carry(
+    init: Parts, first: Callable[[Sequence[Any]], Parts], around: Surroundings
 ) -> Tensors:
-    """The first carry, in the dtypes that come out of the body."""
-
-    def step(carry: Sequence[Any]) -> Parts:
-        after: Parts = body.first(carry, row)[0]
-        return after
-
-    return with_weak_carry(init, lambda carry: infer_kinds(lambda: step(carry), around))
+    """The first carry, in the dtypes that come out of the body; ``first``: the carry after a first
+    step.
+    """
+    return with_weak_carry(init, lambda carry: infer_kinds(lambda: first(carry), around))
 
 
 def infer_kinds(step: Callable[[], Parts], around: Surroundings) -> Parts:
@@ -321,21 +318,27 @@ def infer_kinds(step: Callable[[], Parts], around: Surroundings) -> Parts:
         return step() if found is None else found
 
 
-def cast_carry(
-    init: Parts, once: Callable[..., tuple[Tensors, Tensors, int]], *more: Tensors
-) -> tuple[Parts, tuple[Tensors, Tensors, int], list[torch.Tensor]]:
-    """The first carry, cast so that it varies along the axes along which the carry does after any
-    step; what ``once`` returns for it, and the closures that it uses.
+def lifted_carry(
+    init: Parts,
+    around: Surroundings,
+    once: Callable[..., tuple[Tensors, Tensors, int]],
+    *more: Tensors,
+) -> tuple[Tensors, Lifted]:
+    """The first carry, in the dtypes and varying along the axes that the carry has after any step,
+    and the body with what it closes over.
 
     ``once`` gets copies of the carry and of ``more``.  It runs a step, and returns the carry, what
     the step returns (the next carry comes first), and how many random numbers it drew.
     """
     while True:
-        found, closures = find_closures(once, init.tensors, *more)
-        pairs = list(zip(init.tensors, found[1], strict=False))
+        (carry, found, draws), closures = find_closures(once, init.tensors, *more)
+        pairs = list(zip(init.tensors, found, strict=False))
         if all(axes_of(after) <= axes_of(x) for x, after in pairs):
-            return init, found, closures
+            break
         init = replace(init, tensors=[varied(x, axes_of(after)) for x, after in pairs])
+    pairs = list(zip(init.tensors, carry, strict=True))
+    first = [x if x.dtype == like.dtype else x.to(like.dtype) for x, like in pairs]
+    return first, Lifted(around, closures, draws)
 
 
 def _staged(
@@ -346,28 +349,19 @@ def _staged(
 
     def once(start: Tensors, first: Tensors) -> tuple[Tensors, Tensors, int]:
         number, *row = first
-        carry = _with_weak_carry(body, replace(init, tensors=start), row, around)
+        given = replace(init, tensors=start)
+        carry = first_carry(given, lambda carry: body.first(carry, row)[0], around)
         with around.restored(number):
             after, ys = body(carry, row)
             return carry, [*after, *ys], around.draws()
 
-    init, (carry, _, draws), closures = cast_carry(init, once, [x[0] for x in (numbers, *xs)])
-    around.advance(draws)
-    first = [
-        x if x.dtype == c.dtype else x.to(c.dtype) for x, c in zip(init.tensors, carry, strict=True)
-    ]
-    rows = around.rows() if draws else []
+    first, lifted = lifted_carry(init, around, once, [x[0] for x in (numbers, *xs)])
 
     def step(constants: Any, carry: Any, given: Any) -> Any:
         number, *row = given
+        return lifted.run(lambda: body(carry, row), constants, number)
 
-        def run() -> tuple[Tensors, Tensors]:
-            with around.restored(number):
-                return body(carry, row)
-
-        return with_closures(run, closures, constants[: len(closures)])
-
-    loop = Scan(step, len(closures) + len(rows), len(first), length, reverse)
+    loop = Scan(step, len(lifted.constants), len(first), length, reverse)
     # what the caller writes to afterwards is not what a backward pass sees
-    results = apply(loop, [*closures, *rows, *private(first), numbers, *private(xs)])
+    results = apply(loop, [*lifted.constants, *private(first), numbers, *private(xs)])
     return results[: len(first)], results[len(first) :]

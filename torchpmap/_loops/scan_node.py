@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,7 +26,7 @@ from torchpmap._trace.transformable import (
     Tensors,
     Transformable,
     apply,
-    expanded,
+    expand_some,
     inexact,
     jvp_of,
     vjp_of,
@@ -197,69 +197,68 @@ class Scan(Transformable):
         constants = [_moved(x, d, 0) for x, d in zip(constants, of_constants, strict=True)]
         init = [_moved(x, d, 0) for x, d in zip(init, of_init, strict=True)]
         xs = [_moved(x, d, 1) for x, d in zip(xs, of_xs, strict=True)]
-        which = [d is not None for d in (*of_constants, *of_xs)]
-        given = [d is not None for d in of_init]
-        rows = _Rows(self, which, list(given), size, info.randomness)
-        while True:
-            first = [
-                x if had or not has else expanded(x, False, size)
-                for x, had, has in zip(init, given, rows.carried, strict=True)
-            ]
-            try:
-                found = apply(
-                    replace(self, step=rows.step(), num_kept=0), [*constants, *first, *xs]
-                )
-            except Grown as grown:
-                if grown.loop is not rows:
-                    raise
-                continue
-            after = [0 if has else None for has in rows.carried]
-            return found, after + [1 if has else None for has in rows.outputs]
+        of_constants, of_xs = ([d is not None for d in each] for each in (of_constants, of_xs))
+        carries = BatchedCarry([d is not None for d in of_init], size)
+        outputs: list[bool] = []
+
+        def batch() -> list[torch.Tensor]:
+            which = [*of_constants, *carries.which, *of_xs]
+            run = vmap_of(self.flat, which, size, info.randomness)
+
+            def step(constants: Tensors, carry: Tensors, row: Tensors) -> Any:
+                results, reached = run([*constants, *carry, *row])
+                after = carries.next(results[: len(init)], reached[: len(init)])
+                outputs[:] = reached[len(init) :]
+                return after, results[len(init) :]
+
+            loop = replace(self, step=step, num_kept=0)
+            return apply(loop, [*constants, *carries.first(init), *xs])
+
+        found = carries.settle(batch)
+        after = [0 if has else None for has in carries.which]
+        return found, after + [1 if has else None for has in outputs]
 
 
-class _Rows:
-    """The step of a scan for a batch."""
+class BatchedCarry:
+    """Which carries of a loop for a batch are batched.  It is found by trying: a batch may enter a
+    carry in any step.
+    """
 
-    def __init__(
-        self, loop: Scan, which: list[bool], carried: list[bool], size: int, randomness: str
-    ) -> None:
-        """``which``: of the constants and ``xs``, those that are batched."""
-        self._loop = loop
-        self._which = which
-        self.carried = carried
-        self.outputs: list[bool] = []
-        """Whether each output is batched; known when the step has run."""
+    def __init__(self, given: Sequence[bool], size: int) -> None:
+        """``given``: whether each first carry is batched."""
+        self._given = given
         self._size = size
-        self._randomness = randomness
+        self.which = list(given)
 
-    def step(self) -> Step:
-        loop, carried = self._loop, self.carried
-        start = loop.num_constants
-        which = [*self._which[:start], *carried, *self._which[start:]]
-        run = vmap_of(loop.flat, which, self._size, self._randomness)
+    def first(self, init: Tensors) -> list[torch.Tensor]:
+        return expand_some(init, self._given, self.which, self._size)
 
-        def step(constants: Tensors, carry: Tensors, row: Tensors) -> Any:
-            results, reached = run([*constants, *carry, *row])
-            after, of_after = results[: len(carried)], reached[: len(carried)]
-            if any(has and not had for had, has in zip(carried, of_after, strict=True)):
-                self.carried = [a or b for a, b in zip(carried, of_after, strict=True)]
-                raise Grown(self)
-            self.outputs = reached[len(carried) :]
-            same = [
-                expanded(x, has, self._size) if had else x
-                for x, had, has in zip(after, carried, of_after, strict=True)
-            ]
-            return same, results[len(carried) :]
+    def next(self, tensors: Tensors, reached: Sequence[bool]) -> list[torch.Tensor]:
+        """The next carry, of which those that are ``reached`` are batched."""
+        if any(has and not had for had, has in zip(self.which, reached, strict=True)):
+            self.restart([a or b for a, b in zip(self.which, reached, strict=True)])
+        return expand_some(tensors, reached, self.which, self._size)
 
-        return step
+    def restart(self, which: list[bool]) -> NoReturn:
+        self.which = which
+        raise _Grown(self)
+
+    def settle(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """What ``run`` returns, once it has not found more carries that are batched."""
+        while True:
+            try:
+                return run()
+            except _Grown as grown:
+                if grown.carry is not self:
+                    raise
 
 
-class Grown(Exception):
+class _Grown(Exception):
     """A step has made carries batched that were not: the loop starts again with these batched."""
 
-    def __init__(self, loop: object) -> None:
+    def __init__(self, carry: BatchedCarry) -> None:
         super().__init__("a carry became batched")
-        self.loop = loop
+        self.carry = carry
 
 
 def _moved(tensor: torch.Tensor, dim: int | None, to: int) -> torch.Tensor:

@@ -36,7 +36,7 @@ from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import private
 from torchpmap._loops.emit import discarded
 from torchpmap._trace.block_program import surrounded_by, surrounding
-from torchpmap._trace.capture import Substitute
+from torchpmap._trace.capture import Exchange, Substitute
 from torchpmap.random._streams import active_streams, repeated
 
 T = TypeVar("T")
@@ -178,17 +178,31 @@ class _Found(Substitute):
         return is_wrapped(tensor) or tensor.requires_grad or forward_level() >= 0
 
 
-def with_closures(
-    run: Callable[[], T], closures: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
-) -> T:
-    """Run with other values in the place of closures."""
-    given = {id(old): new for old, new in zip(closures, values, strict=True)}
+class Lifted:
+    """A function of the user's with what it closes over as arguments of its own."""
 
-    def find(tensor: torch.Tensor) -> torch.Tensor:
-        return given.get(id(tensor), tensor)
+    def __init__(self, around: Surroundings, closures: Sequence[torch.Tensor], draws: int) -> None:
+        """``closures``: of ``find_closures``; ``draws``: how many random numbers a run draws."""
+        around.advance(draws)
+        self._around = around
+        self._closures = closures
+        self.constants = [*closures, *(around.rows() if draws else [])]
+        """What it closes over."""
 
-    with Substitute(find):
-        result = run()
-    # what is returned as it is enters no operation
-    found: T = map_tensors(find, result)
-    return found
+    def run(
+        self,
+        run: Callable[[], T],
+        constants: Sequence[torch.Tensor],
+        step: torch.Tensor | None = None,
+        *,
+        after: int = 0,
+    ) -> T:
+        """What ``run``, which calls the function, returns for these values of the constants (which
+        others may follow); ``step``, ``after``: as for ``restored``.
+        """
+        exchange = Exchange(self._closures, constants[: len(self._closures)])
+        with exchange, self._around.restored(step, after=after):
+            result = run()
+        # what is returned as it is enters no operation
+        found: T = map_tensors(exchange.find, result)
+        return found

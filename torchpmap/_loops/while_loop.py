@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
 from torchpmap._base.boundary import outside_graphs
-from torchpmap._base.inexact import copied_tangents, is_inexact
+from torchpmap._base.inexact import copied_tangents
 from torchpmap._base.torch_internals import innermost
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import axes_of
 from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import Function
 from torchpmap._loops.branches import batched_levels
-from torchpmap._loops.checks import check_function
-from torchpmap._loops.scan import Body, cast_carry, check_unroll, infer_kinds, is_staged, run_scan
-from torchpmap._loops.surroundings import Surroundings, with_closures
+from torchpmap._loops.checks import check_function, whole_number
+from torchpmap._loops.scan import Body, check_unroll, first_carry, is_staged, lifted_carry, run_scan
+from torchpmap._loops.surroundings import Surroundings
 from torchpmap._loops.trees import (
     Parts,
     Tensors,
@@ -29,11 +28,10 @@ from torchpmap._loops.trees import (
     check_carry,
     kind,
     take_apart,
-    with_weak_carry,
 )
 from torchpmap._loops.while_node import While, no_reverse
 from torchpmap._loops.without_values import without_values
-from torchpmap._trace.transformable import apply
+from torchpmap._trace.transformable import Transformable, apply
 
 _Carry = TypeVar("_Carry")
 
@@ -155,12 +153,7 @@ def _bound(bound: Any, name: str) -> Any:
                 f"fori_loop: {name} must be an integer scalar, but got one of {kind(bound)}."
             )
         return bound
-    if isinstance(bound, bool) or not hasattr(bound, "__index__"):
-        raise TypeError(
-            f"fori_loop: {name} must be an integer, but got {bound!r} of type "
-            f"{type(bound).__name__}."
-        )
-    return operator.index(bound)
+    return whole_number("fori_loop", name, bound)
 
 
 def _counted(
@@ -224,13 +217,9 @@ def _run(name: str, test: Callable[..., Any], body: Callable[..., Any], init: An
     return given.tree.build(found)
 
 
-def _with_weak_carry(loop: _Loop, init: Parts, around: Surroundings) -> Tensors:
-    return with_weak_carry(init, lambda carry: infer_kinds(lambda: loop.first(carry), around))
-
-
 def _in_python(loop: _Loop, init: Parts) -> Tensors:
     around = Surroundings()
-    carry = _with_weak_carry(loop, init, around)
+    carry = first_carry(init, loop.first, around)
     number = 0
     levels: frozenset[int] = frozenset()
     went_on: torch.Tensor | None = None
@@ -251,36 +240,26 @@ def _in_python(loop: _Loop, init: Parts) -> Tensors:
         carry, number = after, number + 1
     if not number:
         loop.check_unused(carry, around, tested)
-    return list(_NoReverse.apply(loop.name, *carry)) if carry else carry
+    return apply(_NoReverse(loop.name), carry) if carry else carry
 
 
-class _NoReverse(torch.autograd.Function):
+@dataclass(frozen=True)
+class _NoReverse(Transformable):
     """Values whose backward raises, as it does in a trace."""
 
-    @staticmethod
-    def forward(name: str, *tensors: torch.Tensor) -> Any:
-        return tuple(x.clone() for x in tensors)
+    name: str
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.name, *tensors = inputs
-        ctx.kinds = [(x.shape, x.dtype, x.device) for x in tensors]
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x)))
+    def run(self, tensors: Sequence[torch.Tensor]) -> Tensors:
+        return [x.clone() for x in tensors]
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        if any(x is not None for x in cotangents):
-            raise ValueError(no_reverse(ctx.name))
-        return (None,) * (1 + len(cotangents))
+    def vjp(self, *_: Any) -> NoReturn:
+        raise ValueError(no_reverse(self.name))
 
-    @staticmethod
-    def jvp(ctx: Any, _name: None, *tangents: torch.Tensor | None) -> Any:
-        return copied_tangents(tangents, ctx.kinds)
+    def jvp(self, tensors: Any, tangents: Any) -> Any:
+        return copied_tangents(tangents, [(x.shape, x.dtype, x.device) for x in tensors])
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], name: str, *tensors: torch.Tensor) -> Any:
-        return tuple(_NoReverse.apply(name, *tensors)), tuple(in_dims[1:])
+    def vmap(self, info: Any, dims: Any, tensors: Any) -> Any:
+        return apply(self, tensors), dims
 
 
 def _staged(loop: _Loop, init: Parts) -> Tensors:
@@ -291,39 +270,27 @@ def _staged(loop: _Loop, init: Parts) -> Tensors:
 
     def once(start: Tensors) -> tuple[Tensors, Tensors, int]:
         nonlocal tested
-        carry = _with_weak_carry(loop, replace(init, tensors=start), around)
+        carry = first_carry(replace(init, tensors=start), loop.first, around)
         with around.restored(torch.tensor(0)):
             deciding, tested = axes_of(loop.test(carry)), around.draws()
             after = [varied(x, deciding) for x in loop.body(carry)]
             return carry, after, around.draws()
 
-    init, (carry, _, draws), closures = cast_carry(init, once)
-    around.advance(draws)
-    first = [
-        x if x.dtype == c.dtype else x.to(c.dtype) for x, c in zip(init.tensors, carry, strict=True)
-    ]
-    rows = around.rows() if draws else []
-    counts = [torch.zeros((), dtype=torch.int64)] if draws else []  # the number of the step
-    num_constants, skipped = len(closures) + len(rows), len(counts)
+    first, lifted = lifted_carry(init, around, once)
+    counts = [torch.zeros((), dtype=torch.int64)] if around.draws() else []  # of the steps
+    start, skipped = len(lifted.constants), len(counts)
+
+    def split(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, Tensors]:
+        return tensors[start] if skipped else None, list(tensors[start + skipped :])
 
     def test(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        numbers = tensors[num_constants : num_constants + skipped]
-
-        def run() -> torch.Tensor:
-            with around.restored(numbers[0] if skipped else None):
-                return loop.test(tensors[num_constants + skipped :])
-
-        return with_closures(run, closures, tensors[: len(closures)])
+        number, carry = split(tensors)
+        return lifted.run(lambda: loop.test(carry), tensors, number)
 
     def body(tensors: Sequence[torch.Tensor]) -> Tensors:
-        numbers = tensors[num_constants : num_constants + skipped]
+        number, carry = split(tensors)
+        after = lifted.run(lambda: loop.body(carry), tensors, number, after=tested)
+        return [*([] if number is None else [number + 1]), *after]
 
-        def run() -> Tensors:
-            with around.restored(numbers[0] if skipped else None, after=tested):
-                return loop.body(tensors[num_constants + skipped :])
-
-        after = with_closures(run, closures, tensors[: len(closures)])
-        return [*(k + 1 for k in numbers), *after]
-
-    construct = While(loop.name, test, body, num_constants)
-    return apply(construct, [*closures, *rows, *counts, *first])[skipped:]
+    construct = While(loop.name, test, body, start)
+    return apply(construct, [*lifted.constants, *counts, *first])[skipped:]

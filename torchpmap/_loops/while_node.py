@@ -6,6 +6,7 @@ only when it has run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,13 +15,14 @@ import torch
 
 from torchpmap._collectives.varying import Axes
 from torchpmap._loops import emit
-from torchpmap._loops.scan_node import Grown
+from torchpmap._loops.scan_node import BatchedCarry
 from torchpmap._trace.transformable import (
     Body,
     Maybe,
     Tensors,
     Transformable,
     apply,
+    batch_first,
     expanded,
     inexact,
     jvp_of,
@@ -101,87 +103,49 @@ class While(Transformable):
         self, info: Any, dims: Sequence[int | None], tensors: Tensors
     ) -> tuple[list[torch.Tensor], list[int | None]]:
         size = info.batch_size
-        tensors = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
-        constants, init = self.split(tensors)
-        is_batched = [d is not None for d in dims]
-        of_constants, given = self.split(is_batched)
-        rows = _Rows(self, of_constants, list(given), size, info.randomness)
-        while True:
-            first = [
-                expanded(x, had, size) if has else x
-                for x, had, has in zip(init, given, rows.carried, strict=True)
-            ]
-            try:
-                found = apply(
-                    replace(self, test=rows.test(), body=rows.body()), [*constants, *first]
-                )
-            except Grown as grown:
-                if grown.loop is not rows:
-                    raise
-                continue
-            return found, [0 if has else None for has in rows.carried]
+        constants, init = self.split(batch_first(tensors, dims))
+        of_constants, given = self.split([d is not None for d in dims])
+        carries = BatchedCarry(given, size)
+        differs = False
+        """Whether the test does from row to row: then the loop goes on until all rows are done, and
+        rows that are done keep their carry.
+        """
 
+        def batch() -> list[torch.Tensor]:
+            which = [*of_constants, *carries.which]
+            batched = functools.partial(
+                vmap_of,
+                which=which,
+                size=size,
+                randomness=info.randomness,
+                parts=self.name if differs else None,
+            )
+            run, run_test = batched(self.body), batched(lambda xs: [self.test(xs)])
 
-class _Rows:
-    """Test and body of a loop for a batch.
+            def test(xs: Tensors) -> torch.Tensor:
+                nonlocal differs
+                (result,), (has,) = run_test(xs)
+                if has and not differs:
+                    differs = True
+                    carries.restart([True] * len(init))
+                return result.any() if has else result
 
-    If the test differs from row to row, the loop goes on until all rows are done; rows that are
-    done keep their carry.
-    """
+            def body(xs: Tensors) -> list[torch.Tensor]:
+                after = carries.next(*run(xs))
+                if not differs:
+                    return after
+                (goes_on,), (has,) = run_test(xs)
+                goes_on = expanded(goes_on, has, size)
+                return [
+                    torch.where(goes_on.reshape(-1, *[1] * (new.dim() - 1)), new, old)
+                    for new, old in zip(after, self.split(xs)[1], strict=True)
+                ]
 
-    def __init__(
-        self, loop: While, constants: list[bool], carried: list[bool], size: int, randomness: str
-    ) -> None:
-        self._loop = loop
-        self._constants = constants
-        self.carried = carried
-        self._differs = False
-        self._size = size
-        self._randomness = randomness
+            loop = replace(self, test=test, body=body)
+            return apply(loop, [*constants, *carries.first(init)])
 
-    def _batch(self, body: Body) -> Any:
-        which = [*self._constants, *self.carried]
-        parts = self._loop.name if self._differs else None
-        return vmap_of(body, which, self._size, self._randomness, parts)
-
-    def _test(self) -> Any:
-        return self._batch(lambda xs: [self._loop.test(xs)])
-
-    def test(self) -> Test:
-        run = self._test()
-
-        def test(xs: Tensors) -> torch.Tensor:
-            (result,), (differs,) = run(xs)
-            if differs and not self._differs:
-                self._differs, self.carried = True, [True] * len(self.carried)
-                raise Grown(self)
-            return result.any() if differs else result
-
-        return test
-
-    def body(self) -> Body:
-        run, test = self._batch(self._loop.body), self._test()
-
-        def body(xs: Tensors) -> list[torch.Tensor]:
-            before = xs[len(self._constants) :]
-            after, reached = run(xs)
-            if any(has and not had for had, has in zip(self.carried, reached, strict=True)):
-                self.carried = [a or b for a, b in zip(self.carried, reached, strict=True)]
-                raise Grown(self)
-            after = [
-                expanded(x, has, self._size) if had else x
-                for x, had, has in zip(after, self.carried, reached, strict=True)
-            ]
-            if not self._differs:
-                return after
-            (goes_on,), (differs,) = test(xs)
-            goes_on = expanded(goes_on, differs, self._size)
-            return [
-                torch.where(goes_on.reshape(-1, *[1] * (new.dim() - 1)), new, old)
-                for new, old in zip(after, before, strict=True)
-            ]
-
-        return body
+        found = carries.settle(batch)
+        return found, [0 if has else None for has in carries.which]
 
 
 def no_reverse(name: str) -> str:

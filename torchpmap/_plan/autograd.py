@@ -21,10 +21,9 @@ import torch
 
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.torch_internals import is_wrapped
-from torchpmap._plan.derivatives import Function, Outputs, PullBack, Tensors
+from torchpmap._plan.derivatives import Function, PullBack, Tensors
 from torchpmap._plan.mapped_program import MappedProgram
 from torchpmap._plan.plan import Called
-from torchpmap._sharded.tensor import make_sharded
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.transformable import Maybe, Transformable, apply, may_have_vjp
 from torchpmap._trace.untraceable import Untraceable
@@ -126,12 +125,11 @@ def _is_traced(tensor: torch.Tensor) -> bool:
 class _Underivable(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kind: type[Exception], text: str, outputs: Outputs, *_: torch.Tensor
+        ctx: Any, kind: type[Exception], text: str, values: Sequence[torch.Tensor], *_: torch.Tensor
     ) -> Any:
         ctx.kind, ctx.text = kind, text
-        results = tuple(make_sharded(layout, handle) for layout, handle in outputs)
-        ctx.mark_non_differentiable(*(x for x in results if not is_inexact(x)))
-        return results
+        ctx.mark_non_differentiable(*(x for x in values if not is_inexact(x)))
+        return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -139,14 +137,14 @@ class _Underivable(torch.autograd.Function):
 
 
 def without_derivative(
-    outputs: Outputs, kind: type[Exception], text: str, leaves: Sequence[Any] = ()
+    values: Sequence[torch.Tensor], kind: type[Exception], text: str, leaves: Sequence[Any] = ()
 ) -> list[torch.Tensor]:
-    """The outputs as tensors that require grad, and raise in ``backward()``."""
+    """Let new tensors require grad, and raise in ``backward()``."""
     sources = [
         torch.zeros((), requires_grad=True, device="cpu")
     ]  # there may be closures that require grad
     sources += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return list(_Underivable.apply(kind, text, outputs, *sources))
+    return list(_Underivable.apply(kind, text, values, *sources))
 
 
 def no_derivative(prefix: str, verdict: Untraceable) -> str:

@@ -27,7 +27,6 @@ import torch
 from torchpmap._base.errors import kind_of
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import flatten, replaced
-from torchpmap._base.torch_internals import is_batched
 from torchpmap._collectives.backend import widened
 from torchpmap._collectives.primitives import AllReduce, Scope, apply
 from torchpmap._collectives.varying import axes_of, set_axes
@@ -42,7 +41,7 @@ from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import gather, is_whole_here, move
 from torchpmap._trace.casts import times_tracked, tracked
 from torchpmap._trace.program import Outcome
-from torchpmap._trace.transformable import jvp_of
+from torchpmap._trace.transformable import jvp_of, vmap_of
 from torchpmap.random._streams import batched_key
 
 Tensors = Sequence[torch.Tensor]
@@ -256,7 +255,7 @@ class Differentiable(Function):
             for layout, batched in zip(self.layouts, which, strict=True)
         ]
         key = ("vmap", which, size)
-        derived = self._derive(key, self.mirrored, _Batched(self.body, which), layouts, ())
+        derived = self._derive(key, self.mirrored, _Batched(self.body, which, size), layouts, ())
         derived._batch_dims_in = tuple(map(operator.add, self._batch_dims_in, which))
         derived.batch_dims = lambda: tuple(
             map(operator.add, self.batch_dims(), derived.batched_outputs())
@@ -352,34 +351,32 @@ class Differentiable(Function):
 class _Batched:
     """A body for a batch of values of the inputs ``which``."""
 
-    def __init__(self, body: Body, which: tuple[bool, ...]) -> None:
+    def __init__(self, body: Body, which: tuple[bool, ...], size: int) -> None:
         self._body = body
-        self._in_dims = tuple(-1 if batched else None for batched in which)
+        self._which = which
+        self._size = size
         self.reached: tuple[bool, ...] | None = None
         """Whether each output is batched (known when it has run)."""
 
     def __call__(self, blocks: Tensors, axis: Axis) -> Outcome:
-        found: list[tuple[torch.Tensor, Cut]] = []
         outcomes: list[Outcome] = []
 
-        def function(*xs: torch.Tensor) -> Any:
+        def body(xs: Tensors) -> list[torch.Tensor]:
             outcomes.append(self._body(xs, axis))
-            found[:] = outcomes[-1].outputs
-            self.reached = tuple(is_batched(x) for x, _ in found)
-            # outputs that are not batched leave this vmap through ``found``
-            values = [x for (x, _), reached in zip(found, self.reached, strict=True) if reached]
-            return (*values, *outcomes[-1].checks)
+            return [*(x for x, _ in outcomes[-1].outputs), *outcomes[-1].checks]
 
-        # "same": keys have the batch dim if rows are to draw different numbers.
-        # out_dims=0: -1 for an output that is not batched reads out of bounds in torch 2.13.
-        over_batch = torch.func.vmap(function, self._in_dims, 0, randomness="same")
-        batched = iter(over_batch(*blocks))
-        assert self.reached is not None
+        given = [x.movedim(-1, 0) if has else x for x, has in zip(blocks, self._which, strict=True)]
+        # "same": keys have the batch dim if rows are to draw different numbers
+        results, reached = vmap_of(body, self._which, self._size, "same")(given)
+        (outcome,) = outcomes
+        count = len(outcome.outputs)
+        self.reached = tuple(reached[:count])
         outputs = [
-            (next(batched).movedim(0, -1) if reached else x, cut)
-            for (x, cut), reached in zip(found, self.reached, strict=True)
+            (x.movedim(0, -1) if has else x, cut)
+            for x, has, (_, cut) in zip(results, reached, outcome.outputs, strict=False)
         ]
-        return _outcome(outputs, outcomes[-1], tuple(check.amax(0) for check in batched))
+        pairs = zip(results[count:], reached[count:], strict=True)
+        return _outcome(outputs, outcome, tuple(x.amax(0) if has else x for x, has in pairs))
 
 
 def _outcome(

@@ -210,7 +210,7 @@ def _trace(
             if block is not None
         ]
         checks = (Demand(check, ()) for check in outcome.checks)
-        return [*outputs, *checks, *(Demand(*claim, is_output=False) for claim in outcome.claims)]
+        return [*outputs, *checks, *outcome.demands]
 
     inputs = [
         TracedInput(layout.block_shape, layout.dtype, target.grid.blocks_of(layout))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import torch
-
 from torchpmap._layout.axis_stack import Axis
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.derivatives import Differentiable, Outputs, Tensors
@@ -15,8 +13,7 @@ from torchpmap._plan.plan import Drawn, Pinned, Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.device_put import handle_of
-from torchpmap._trace.block_program import BlockProgram
-from torchpmap._trace.capture import Substitute
+from torchpmap._trace.capture import Exchange
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.environment import Surroundings
 from torchpmap._trace.program import Outcome, Program
@@ -28,7 +25,7 @@ class MappedProgram(Differentiable):
     def __init__(
         self,
         target: Target,
-        program: Program | BlockProgram,
+        program: Program,
         layouts: Sequence[Layout],
         plan: Plan | UncompiledPlan,
         surroundings: Surroundings,
@@ -55,23 +52,14 @@ class MappedProgram(Differentiable):
 
     def _body(self, blocks: Tensors, axis: Axis) -> Outcome:
         count = self._num_arguments
-        given = {
-            id(captured.tensor): block
-            for captured, block in zip(self.captured, blocks[count:], strict=True)
-        }
-        missing = set(given)
-
-        def find(tensor: torch.Tensor) -> torch.Tensor:
-            missing.discard(id(tensor))
-            return given.get(id(tensor), tensor)
-
+        exchange = Exchange([each.tensor for each in self.captured], blocks[count:])
         if self._surroundings.changed() or not all(map(Pinned.holds, self._pinned)):
             raise RuntimeError(other_surroundings(self.target.prefix))
         if self.plan.writes_inputs:  # a transform allows writes only to tensors that it made
             blocks = [block.clone() for block in blocks]
-        with self._surroundings.tracing(), Substitute(find):
+        with self._surroundings.tracing(), exchange:
             outcome = self._program.run(blocks[:count], axis)
-        if missing:
+        if exchange.unmet:
             raise RuntimeError(other_closures(self.target.prefix))
         return outcome
 

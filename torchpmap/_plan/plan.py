@@ -29,7 +29,7 @@ from torchpmap._sharded.tensor import ShardedTensor, gather
 from torchpmap._trace import recording
 from torchpmap._trace.compile import Definition
 from torchpmap._trace.custom_ops import Implementations
-from torchpmap._trace.program import GIVE_AN_AXIS, not_replicated
+from torchpmap._trace.program import check_replicated
 from torchpmap._trace.repetition import Repeated
 from torchpmap.random._streams import draw_key
 
@@ -246,10 +246,8 @@ class Plan:
         outputs = list(zip(self.outputs, handles))  # noqa: B905 - residuals are left out
         if not self.num_checks:
             return outputs
-        for path, (layout, handle) in zip(self.checked, outputs[-self.num_checks :], strict=True):
-            difference = float(gather(layout, handle))
-            if difference != 0:
-                raise ValueError(not_replicated(self.prefix, path, difference, GIVE_AN_AXIS))
+        found = (float(gather(*output)) for output in outputs[-self.num_checks :])
+        check_replicated(self.prefix, zip(self.checked, found, strict=True))
         return outputs[: -self.num_checks]
 
     def tree(self, leaves: list[Any]) -> Any:

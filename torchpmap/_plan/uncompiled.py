@@ -27,9 +27,8 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._runtime.task import Task
 from torchpmap._sharded.device_put import handles_of
 from torchpmap._trace import recording
-from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.pickling import number_of, pickled_function
-from torchpmap._trace.program import Program, not_replicated, unequal_results
+from torchpmap._trace.program import Program, check_replicated, check_same_kinds
 from torchpmap.random._streams import draw_key, peek_key, uses_generator
 
 _serials = itertools.count(1)
@@ -41,7 +40,7 @@ class UncompiledPlan:
     afterwards.
     """
 
-    program: Program | BlockProgram
+    program: Program
     grid: Grid
     prefix: str
     timeout: float | None
@@ -100,22 +99,17 @@ class UncompiledPlan:
 
     def _check(self, reports: Sequence[UncompiledReport]) -> None:
         """Raise if devices returned different kinds of results, or the function broke a rule."""
-        first = reports[0]
-        devices = self.grid.axis_devices
-        for report, device in zip(reports, devices, strict=True):
-            if (report.structure, report.results) != (first.structure, first.results):
-                pair = (devices[0], _summary(first)), (device, _summary(report))
-                raise ValueError(unequal_results(self.prefix, "devices", *pair))
+        for report in reports:
             if report.written is not None:
                 raise RuntimeError(report.written)
             if report.used_generator:
                 raise NotImplementedError(uses_generator(self.prefix))
+        kinds = zip(self.grid.axis_devices, map(_summary, reports), strict=True)
+        check_same_kinds(self.prefix, "devices", list(kinds))
         # devices of different lines of a mesh have compared different values
-        for each in zip(*(report.differences for report in reports), strict=True):
-            path, difference = each[0][0], max(difference for _, difference in each)
-            if difference != 0:
-                otherwise = self.program.otherwise
-                raise ValueError(not_replicated(self.prefix, path, difference, otherwise))
+        checked = zip(*(report.differences for report in reports), strict=True)
+        found = ((each[0][0], max(distance for _, distance in each)) for each in checked)
+        check_replicated(self.prefix, found, self.program.otherwise)
 
 
 def _sources_of_no_file() -> tuple[tuple[str, Any], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, recordin
 from torchpmap._layout.grid import Cut, dim_of
 from torchpmap._runtime.task import Rank
 from torchpmap._trace.agreement import Agreement
-from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.program import Program
 
 
@@ -66,13 +65,15 @@ class UncompiledReport:
 class UncompiledWork:
     """A program, and the tensors that it closes over."""
 
-    program: Program | BlockProgram
+    program: Program
     captured: Sequence[torch.Tensor]
 
     def run(
         self, rank: Rank, given: Given, blocks: Sequence[torch.Tensor]
     ) -> tuple[UncompiledReport, list[torch.Tensor]]:
-        program, index = self.program, rank.index
+        index = rank.index
+        key = torch.tensor(given.key, device=index.device)
+        program = replace(self.program, seed=key)
         agree = Agreement(program.name, rank.ranks, rank.group).check
 
         def subgroup(partition: Partition) -> str:
@@ -81,7 +82,7 @@ class UncompiledWork:
             rank.ensure_group(name, tuple(tuple(rank.ranks[k] for k in part) for part in partition))
             return name
 
-        process_axis = Axis(program.axis_name, len(rank.ranks), index, rank.group, subgroup)
+        process_axis = Axis(program.names[0], len(rank.ranks), index, rank.group, subgroup)
         # the function may write to its arguments; the stored values stay
         own = [block.clone() for block in blocks]
         platform = PLATFORMS[index.device.type]
@@ -95,13 +96,10 @@ class UncompiledWork:
             torch.enable_grad(),
             torch.autograd.set_multithreading_enabled(False),  # axes are bound per thread
         ):
-            outcome = program.run(own, process_axis, torch.tensor(given.key, device=index.device))
+            outcome = program.run(own, process_axis)
             agree(("return",))
             axes = program.axes(process_axis)
-            stored = [
-                None if block is None else _of_first_device(block, cut, axes)
-                for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
-            ]
+            stored = outcome.change_blocks(lambda x, cut: _of_first_device(x, cut, axes)).blocks
         report = UncompiledReport(
             outcome.structure,
             tuple(

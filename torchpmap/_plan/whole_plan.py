@@ -169,7 +169,7 @@ def _body(target: Target, emitter: Emitter, results: Sequence[Value]) -> Body:
         with torch.no_grad():
             made = following.run(axis.index, *blocks)
         keep_places(following.made, instead=True)  # else it is the line of the call
-        return Outcome(flatten(list(made))[1], tuple(made), cuts, (), ())
+        return Outcome(flatten(list(made))[1], tuple(made), cuts)
 
     return body
 

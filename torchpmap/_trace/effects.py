@@ -4,9 +4,8 @@ Both are operators without results, registered with torch as effects, so that th
 graph, in order, through every optimizer (torch.library's effect tokens).  They run where and when
 the values exist: on the workers, also in compiled code.
 
-An ``autograd.Function`` wraps each operator, as it does the collectives: under torch.func's
-derivatives it sees the primal values once, and each vmap around it adds a leading dim to them, the
-outermost first.
+Each is a ``Transformable``: under torch.func's derivatives it sees the primal values once, and each
+vmap around it adds a leading dim to them, the outermost first.
 
     devices       ordered: the lines of all devices travel to the first one, which prints them all
     lanes         one call prints all of them
@@ -37,6 +36,7 @@ from torchpmap._base.torch_internals import forward_level, keep_in_order
 from torchpmap._collectives import pbroadcast, pmax
 from torchpmap._collectives.backend import c10d
 from torchpmap._layout import axis_stack
+from torchpmap._trace.transformable import Tensors, WithoutDerivatives, apply, batch_first
 
 _SLOT = re.compile("\0(\\d+)\0")
 _AS_REPR = "!r"
@@ -116,7 +116,7 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class _Lines:
+class _Lines(WithoutDerivatives):
     """How lines are made of a list of tensors: an index per name, then a value per slot."""
 
     template: str
@@ -126,6 +126,18 @@ class _Lines:
     """Process groups that the lines are collected over, the slowest axis first."""
     batch: tuple[int, ...] = ()
     """Leading dims of every tensor: one line for each of their indices."""
+
+    def run(self, tensors: Tensors) -> Tensors:
+        given = self.template, self.specs, self.names, self.batch, self.groups, tensors
+        torch.ops.torchpmap.debug_print(*given)
+        return [torch.zeros(())]  # torch.func wants a tensor
+
+    def vmap(
+        self, info: Any, dims: Sequence[int | None], tensors: Tensors
+    ) -> tuple[Tensors, Sequence[int | None]]:
+        size = info.batch_size
+        of_batch = replace(self, batch=(size, *self.batch))
+        return apply(of_batch, batch_first(tensors, dims, size)), [None]
 
 
 def show(fmt: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bool) -> None:
@@ -141,37 +153,7 @@ def show(fmt: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bo
         indices.append(index)
         groups += [part.group for part in parts if part.group is not None]
     how = _Lines(template, tuple(formatter.specs), tuple(names), tuple(groups) if ordered else ())
-    _Show.apply(how, *indices, *formatter.tensors)
-
-
-class _Show(torch.autograd.Function):
-    @staticmethod
-    def forward(how: _Lines, *tensors: torch.Tensor) -> torch.Tensor:
-        torch.ops.torchpmap.debug_print(
-            how.template, how.specs, how.names, how.batch, how.groups, tensors
-        )
-        return torch.zeros(())  # torch.func wants a tensor
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], how: _Lines, *tensors: torch.Tensor) -> Any:
-        size = info.batch_size
-        batched = [
-            x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in zip(tensors, in_dims[1:], strict=True)
-        ]
-        return _Show.apply(replace(how, batch=(size, *how.batch)), *batched), None
+    apply(how, [*indices, *formatter.tensors])
 
 
 def lines_of(
@@ -325,30 +307,21 @@ def _comparable(x: torch.Tensor) -> torch.Tensor:
 
 def check_equal(distance: torch.Tensor, message: str) -> None:
     """Raise ``ValueError(message)``, with ``distance`` filled in, once it is known not to be 0."""
-    _Check.apply(message, distance)
+    apply(_Check(message), [distance])
 
 
-class _Check(torch.autograd.Function):
-    @staticmethod
-    def forward(message: str, distance: torch.Tensor) -> torch.Tensor:
-        torch.ops.torchpmap.debug_check(distance, message)
-        return torch.zeros(())
+@dataclass(frozen=True)
+class _Check(WithoutDerivatives):
+    message: str
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+    def run(self, tensors: Tensors) -> Tensors:
+        torch.ops.torchpmap.debug_check(*tensors, self.message)
+        return [torch.zeros(())]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], message: str, distance: torch.Tensor) -> Any:
-        return _Check.apply(message, distance.amax(in_dims[1])), None
+    def vmap(
+        self, info: Any, dims: Sequence[int | None], tensors: Tensors
+    ) -> tuple[Tensors, Sequence[int | None]]:
+        return apply(self, [tensors[0].amax(dims[0] or 0)]), [None]
 
 
 def _check(distance: torch.Tensor, message: str) -> None:

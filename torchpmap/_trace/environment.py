@@ -150,14 +150,6 @@ class Environment:
             )
         return False
 
-    def _same(self) -> bool:
-        if self._code is None:
-            return self._watched.same()
-        fun, (code, defaults, keywords) = self._fun, self._code
-        return (
-            fun.__code__ is code and fun.__defaults__ is defaults and fun.__kwdefaults__ is keywords
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class Surroundings:

@@ -81,11 +81,12 @@ class TransformRules(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         views = traced_views()
         try:
-            if views is None or getattr(func, "__name__", "") in _VALUELESS:
+            if views is None or name in _VALUELESS:
                 return self._call(func, args, kwargs)
             views.before_call((args, kwargs))
             result = self._call(func, args, kwargs)
@@ -210,7 +211,7 @@ _REPLACED = (
 )
 
 _VALUELESS = frozenset(
-    ("__get__", "untyped_storage", "size", "stride", "dim", "numel", "storage_offset", "__len__")
+    ("untyped_storage", "size", "stride", "dim", "numel", "storage_offset", "__len__")
 )
 """Names of functions that read no values of their arguments."""
 

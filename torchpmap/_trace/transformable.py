@@ -65,6 +65,18 @@ class Transformable(ABC):
         """Results for a batch, and their batch dims."""
 
 
+class WithoutDerivatives(Transformable):
+    """One whose result is no function of its tensors."""
+
+    def vjp(
+        self, tensors: Tensors, kept: Tensors, cotangents: Maybe, wanted: Sequence[int]
+    ) -> Maybe:
+        return [None] * len(wanted)
+
+    def jvp(self, tensors: Tensors, tangents: Maybe) -> Maybe:
+        return [None]
+
+
 def apply(function: Transformable, tensors: Tensors) -> list[torch.Tensor]:
     """Run so that transforms and ``backward()`` reach the tensors."""
     kept = function.keeping() if may_have_vjp(tensors) else function
@@ -221,6 +233,23 @@ def vmap_of(
     return run
 
 
+def batch_first(
+    tensors: Tensors, dims: Sequence[int | None], size: int | None = None
+) -> list[torch.Tensor]:
+    """The tensors with their batch dims in front; with a ``size``, all have one."""
+    pairs = zip(tensors, dims, strict=True)
+    moved = [(x if dim is None else x.movedim(dim, 0), dim is not None) for x, dim in pairs]
+    return [x if size is None else expanded(x, has, size) for x, has in moved]
+
+
 def expanded(tensor: torch.Tensor, is_batched: bool, size: int) -> torch.Tensor:
     """The tensor with a batch dim in front."""
     return tensor if is_batched else tensor.expand(size, *tensor.shape)
+
+
+def expand_some(
+    tensors: Tensors, are_batched: Sequence[bool], wanted: Sequence[bool], size: int
+) -> list[torch.Tensor]:
+    """The tensors, of which those that are wanted have a batch dim in front."""
+    each = zip(tensors, are_batched, wanted, strict=True)
+    return [expanded(x, has, size) if wants else x for x, has, wants in each]

@@ -32,6 +32,8 @@ from torchpmap._trace.optimizers import Numbers, Optimizers
 from torchpmap._trace.passes import drop_copies, drop_detaches, drop_in_place_views, protect_inputs
 from torchpmap._trace.remat import Record, without_writes
 from torchpmap._trace.trace import recorded
+from torchpmap._trace.traced_views import settle
+from torchpmap._trace.transform_rules import TransformRules
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole_capture import Hook, Leaf, Replace, WholeCapture
 from torchpmap._trace.whole_gradient import (
@@ -117,7 +119,9 @@ def trace_whole(
             for real, x in zip(arguments, given, strict=True):
                 capture.adopt(real, x, is_given=True)
             with given_are_leaves(capture):
-                returned, results = fun(given)
+                with TransformRules():
+                    returned, results = fun(given)
+                settle(results)
             results = [capture.substitute(x) for x in results]
             capture.check()
             optimizers.check()

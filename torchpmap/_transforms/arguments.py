@@ -22,6 +22,7 @@ from torchpmap._base.config import check_timeout
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import call_prefix
 from torchpmap._base.pytree import flatten_call
+from torchpmap._layout.grid import cut_at, dim_of
 from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.escaped import Escaped
 from torchpmap._transforms.call import (
@@ -31,6 +32,7 @@ from torchpmap._transforms.call import (
     as_tuple,
     check_randomness,
     describe,
+    donated,
 )
 
 _T = TypeVar("_T")
@@ -80,14 +82,18 @@ class Options(MapOptions):
 class RowArguments(CallArguments):
     """A call of a function that gets rows."""
 
-    axes: tuple[int | None, ...]
-    """Per leaf, counted from the front; None for unmapped, static and empty leaves."""
     size: int
     spans: bool
     """Whether the rows are those of all processes, not only of this one."""
 
+    @property
+    def axes(self) -> tuple[int | None, ...]:
+        """Per leaf, the dim that is mapped."""
+        return tuple(dim_of(cut or (), 0) for cut in self.cuts)
+
     def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
-        return [size for dim, size in enumerate(shape) if dim != self.axes[position]]
+        mapped = dim_of(self.cuts[position] or (), 0)
+        return [size for dim, size in enumerate(shape) if dim != mapped]
 
 
 def split_statics(
@@ -166,12 +172,12 @@ def take_apart(
         raise ValueError(
             f"{options.prefix}: the mapped axis has size 0, but it needs at least one row."
         )
-    canonical = tuple(
-        None if axis is None or shape is None else axis % len(shape)
+    cuts = tuple(
+        None if shape is None else cut_at(None if axis is None else axis % len(shape))
         for axis, (_, shape, _) in zip(axes, infos, strict=True)
     )
-    donated = tuple(_donated(options, args, kwargs))
-    return RowArguments(leaves, structure, tuple(paths), donated, canonical, size, spans)
+    flags = donated(args, kwargs, options.donate_argnums, options.donate_argnames)
+    return RowArguments(leaves, structure, tuple(paths), flags, cuts, size, spans)
 
 
 def _positional_axes(
@@ -202,18 +208,6 @@ def _keyword_axes(options: Options, kwargs: dict[str, Any]) -> list[int | None]:
     for key, value in sorted(kwargs.items()):  # leaves of dicts are in the order of their keys
         axes += broadcast_axes(named.get(key, 0), value, what=f"pmap in_axes[{key!r}]")
     return axes
-
-
-def _donated(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
-    flags: list[bool] = []
-    numbers = {
-        number % len(args) for number in options.donate_argnums if -len(args) <= number < len(args)
-    }
-    for number, arg in enumerate(args):
-        flags += [number in numbers] * flatten_call((arg,), {})[1].num_leaves
-    for key, value in sorted(kwargs.items()):
-        flags += [key in options.donate_argnames] * flatten_call((value,), {})[1].num_leaves
-    return flags
 
 
 # -- checks at wrap time ---------------------------------------------------------------------------

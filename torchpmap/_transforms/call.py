@@ -14,14 +14,15 @@ import torch
 
 from torchpmap._base.ambient import Ambient
 from torchpmap._base.exact import Pictures, exact
-from torchpmap._base.pytree import Structure
+from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._base.sources import is_foreign
-from torchpmap._layout.grid import Grid
+from torchpmap._layout.grid import Cut, Grid
 from torchpmap._plan.lower import Target
 from torchpmap._trace.compile import EAGER, Backend
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.escaped import Escaped
 from torchpmap._trace.kinds import check_dtype, check_number, oddity
+from torchpmap._trace.program import Block, Constant
 
 _T = TypeVar("_T")
 
@@ -130,12 +131,24 @@ def _may_change(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A call, taken apart; front ends add where each leaf goes."""
+    """A call, taken apart."""
 
     leaves: list[Any]
     structure: Structure
     paths: tuple[str, ...]
     is_donated: tuple[bool, ...]
+    cuts: tuple[Cut | None, ...]
+    """Per leaf; None for static and empty leaves."""
+
+    @property
+    def template(self) -> tuple[Block | Constant, ...]:
+        """The leaves, as a program has them."""
+        return tuple(
+            Constant(leaf.value if isinstance(leaf, Static) else None)
+            if cut is None
+            else Block(cut)
+            for leaf, cut in zip(self.leaves, self.cuts, strict=True)
+        )
 
     @functools.cached_property
     def positions(self) -> tuple[int, ...]:
@@ -156,6 +169,19 @@ class CallArguments:
     def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
         """The shape that the function sees of a leaf of this shape."""
         raise NotImplementedError
+
+
+def donated(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: Sequence[int],
+    argnames: Sequence[str],
+) -> tuple[bool, ...]:
+    """Per leaf of a call, whether it is given up."""
+    numbers = {k % len(args) for k in argnums if -len(args) <= k < len(args)}
+    given = [(number in numbers, arg) for number, arg in enumerate(args)]
+    given += [(key in argnames, value) for key, value in sorted(kwargs.items())]
+    return tuple(flag for flag, x in given for _ in range(flatten_call((x,), {})[1].num_leaves))
 
 
 def describe(leaf: Any, path: str, options: MapOptions) -> tuple[tuple[int, ...] | None, str]:

@@ -14,7 +14,6 @@ and no ``.backward()``.  torch raises an error, to which ``_HINT`` adds what to 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -23,7 +22,6 @@ import torch
 
 from torchpmap._base.ambient import ambient, applied
 from torchpmap._base.errors import kind_of, lost_write
-from torchpmap._base.inexact import is_inexact
 from torchpmap._base.refuse_writes import RefuseWrites
 from torchpmap._base.torch_errors import is_limit_of_vmap
 from torchpmap._base.torch_internals import (
@@ -32,19 +30,18 @@ from torchpmap._base.torch_internals import (
     outside_transforms,
 )
 from torchpmap._layout.axis_stack import Axis
-from torchpmap._layout.grid import Cut, dim_of
+from torchpmap._layout.grid import Cut
+from torchpmap._plan.autograd import without_derivative
 from torchpmap._runtime.inline_mode import note_replicated, serial
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import host_tensor
-from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.effects import check_equal
-from torchpmap._trace.environment import parameters
 from torchpmap._trace.program import (
-    Input,
     Outcome,
     Program,
+    check_replicated,
+    check_same_kinds,
     not_replicated,
-    unequal_results,
 )
 from torchpmap._transforms.call import CallArguments
 from torchpmap._transforms.preparation import Preparation, refuse_aliased_donation
@@ -65,13 +62,15 @@ _HINT = (
 def run_here(preparation: Preparation[_Call], call: _Call) -> Any:
     """Run a call with all its rows on the device it is made on, inside a mapped function."""
     program = preparation.whole_program(call)
+    if not are_active():
+        program = replace(program, seed=draw_key())
     leaves = call.travelling(call.leaves)
     blocks = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
-    outcome = program.run(blocks, None, None if are_active() else draw_key())
+    outcome = program.run(blocks, None)
     for claim, check in zip(outcome.checked, outcome.checks, strict=True):
-        prefix = preparation.options.prefix
-        check_equal(check, not_replicated(prefix, claim, "{distance}", program.otherwise))
-    return outcome.structure.unflatten(list(outcome.blocks))
+        text = not_replicated(program.prefix, claim, "{distance}", program.otherwise)
+        check_equal(check, text)
+    return outcome.returned
 
 
 def run_inline(preparation: Preparation[_Call], call: _Call) -> Any:
@@ -84,43 +83,33 @@ def run_inline(preparation: Preparation[_Call], call: _Call) -> Any:
     records = torch.set_grad_enabled(torch.is_grad_enabled())  # stays off in inference mode
     # settings that the function changes are restored; its tensors are ordinary, as on the devices
     with applied(ambient()), torch.inference_mode(False), records:
-        return _run_rows(program, leaves, prefix)
+        return _run_whole(program, leaves)
 
 
-def _run_rows(program: Program | BlockProgram, leaves: Sequence[Any], prefix: str) -> Any:
-    """Run a program whose lanes are all rows of a call; the results are plain tensors, stacked as
-    ``out_axes`` says.
-    """
+def _run_whole(program: Program, leaves: Sequence[Any]) -> Any:
+    """Run a program on whole values; the results are plain tensors."""
     blocks = [_own(leaf) for leaf in leaves]
     generator = torch.default_generator.get_state()
     with outside_transforms():  # a vmap around the call may forbid random numbers
         program = replace(program, seed=peek_key())
-    if serial():
-        parts = _Rows(program) if isinstance(program, Program) else _Blocks(program)
-        outcome = _one_by_one(parts, blocks, prefix)
-    else:
-        outcome = _as_lanes(program, blocks)
+    outcome = (_one_by_one if serial() else _as_lanes)(program, blocks)
     if not torch.equal(generator, torch.default_generator.get_state()):
         torch.default_generator.set_state(generator)
-        raise NotImplementedError(uses_generator(prefix))
+        raise NotImplementedError(uses_generator(program.prefix))
     if outcome.draws:
         with outside_transforms():
             draw_key()  # the next call gets another one
-    for path, check in zip(outcome.checked, outcome.checks, strict=True):
-        difference = _largest(check)
-        if difference != 0:
-            raise ValueError(not_replicated(prefix, path, difference, program.otherwise))
-    results = [
-        None if block is None else block.clone(memory_format=torch.contiguous_format)
-        for block in outcome.blocks
-    ]
-    for result, cut in zip(results, outcome.cuts, strict=True):
-        if result is not None and not cut:
-            note_replicated(result)
-    return outcome.structure.unflatten(results)
+    found = zip(outcome.checked, map(_largest, outcome.checks), strict=True)
+    check_replicated(program.prefix, found, program.otherwise)
+    return outcome.change_blocks(_result).returned
 
 
-def _as_lanes(program: Program | BlockProgram, blocks: Sequence[torch.Tensor]) -> Outcome:
+def _result(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
+    own = whole.clone(memory_format=torch.contiguous_format)
+    return own if cut else note_replicated(own)
+
+
+def _as_lanes(program: Program, blocks: Sequence[torch.Tensor]) -> Outcome:
     try:
         # single-threaded: axes are bound per thread
         with torch.autograd.set_multithreading_enabled(False), keep_captured(blocks):
@@ -131,105 +120,41 @@ def _as_lanes(program: Program | BlockProgram, blocks: Sequence[torch.Tensor]) -
         raise
 
 
-class _Rows:
-    """The rows of a ``pmap``, each as if it were the only one of its device."""
-
-    what = "row"
-    place = None
-
-    def __init__(self, program: Program) -> None:
-        self.count = program.lanes
-        self.program = replace(program, lanes=1)
-        self._dims = [leaf.dim for leaf in program.leaves if isinstance(leaf, Input)]
-
-    def own(self, values: Sequence[torch.Tensor], row: int) -> list[torch.Tensor]:
-        return [
-            x if dim is None else x.narrow(dim, row, 1)
-            for x, dim in zip(values, self._dims, strict=True)
-        ]
-
-    def whole(self, rows: Sequence[torch.Tensor], cut: Cut) -> torch.Tensor:
-        dim = dim_of(cut, 0)
-        return rows[0] if dim is None else torch.cat(list(rows), dim)
-
-    def shape(self, block: torch.Tensor, cut: Cut) -> torch.Size:
-        """That of what the function returned."""
-        dim = dim_of(cut, 0)
-        return (block if dim is None else block.select(dim, 0)).shape
-
-
-class _Blocks:
-    """The devices of a ``shard_map``."""
-
-    what = "device"
-
-    def __init__(self, program: BlockProgram) -> None:
-        self.count = math.prod(program.sizes)
-        self.program = program
-        self.own, self.whole = program.own, program.whole
-
-    def shape(self, block: torch.Tensor, cut: Cut) -> torch.Size:
-        return block.shape
-
-    def place(self, device: int) -> str:
-        return f"on the device at {self.program.place(device)}"
-
-
-def _one_by_one(parts: _Rows | _Blocks, values: Sequence[torch.Tensor], prefix: str) -> Outcome:
+def _one_by_one(program: Program, values: Sequence[torch.Tensor]) -> Outcome:
     """Run every row, or the block of every device, one after the other."""
+    prefix, part = program.prefix, program.part
     if any(map(is_wrapped, values)):
         raise NotImplementedError(_not_differentiable(prefix))
-    program = parts.program
+    of_one = program.of_one
 
     def run_part(number: int, axis: Axis) -> Outcome:
-        mine = [x.detach().clone() for x in parts.own(values, number)]
+        mine = [x.detach().clone() for x in program.own(values, number)]
         with keep_captured(mine):
-            return program.run(mine, axis)
+            return of_one.run(mine, axis)
 
-    leaves = parameters(program.fun)
-    outcomes = run_rows(run_part, program.axis_name, parts.count, leaves, parts.place)
+    outcomes = run_rows(program, run_part)
     first = outcomes[0]
-    kinds = [_kinds(parts, outcome) for outcome in outcomes]
-    for number, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            pair = (f"{parts.what} 0", kinds[0]), (f"{parts.what} {number}", kind)
-            raise ValueError(unequal_results(prefix, f"{parts.what}s", *pair))
+    kinds = [(f"{part} {k}", _kinds(program, outcome)) for k, outcome in enumerate(outcomes)]
+    check_same_kinds(prefix, f"{part}s", kinds)
     wants_grad = torch.is_grad_enabled() and (
         first.requires_grad or any(x.requires_grad for x in values)
     )
-    results: list[torch.Tensor | None] = []
-    for place, cut in enumerate(first.cuts):
-        blocks = [x for outcome in outcomes if (x := outcome.blocks[place]) is not None]
-        whole = parts.whole(blocks, cut).detach() if blocks else None
-        if whole is not None and wants_grad and is_inexact(whole):
-            whole = _NotDifferentiable.apply(
-                torch.zeros((), requires_grad=True, device="cpu"), whole, prefix
-            )
-        results.append(whole)
+    columns = zip(*([x for x, _ in outcome.outputs] for outcome in outcomes), strict=True)
+    whole = first.change_blocks(lambda _, cut: program.whole(next(columns), cut).detach())
+    if wants_grad:
+        results, text = [x for x, _ in whole.outputs], _not_differentiable(prefix)
+        made = iter(without_derivative(results, NotImplementedError, text))
+        whole = whole.change_blocks(lambda *_: next(made))
     checks = zip(*(outcome.checks for outcome in outcomes), strict=True)
-    largest = tuple(torch.stack(each).max() for each in checks)
-    return replace(first, blocks=tuple(results), checks=largest)
+    return replace(whole, checks=tuple(torch.stack(each).max() for each in checks))
 
 
-def _kinds(parts: _Rows | _Blocks, outcome: Outcome) -> str:
+def _kinds(program: Program, outcome: Outcome) -> str:
     kinds = [
-        None if block is None else kind_of(parts.shape(block, cut), block.dtype)
+        None if block is None else kind_of(program.seen_shape(block, cut), block.dtype)
         for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
     ]
     return f"{outcome.structure} of {kinds}"
-
-
-class _NotDifferentiable(torch.autograd.Function):
-    """A value that requires grad, and whose backward raises: it would miss parts of other rows."""
-
-    @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, prefix: str) -> torch.Tensor:
-        ctx.prefix = prefix
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(_not_differentiable(ctx.prefix))
 
 
 def _not_differentiable(prefix: str) -> str:

@@ -154,4 +154,4 @@ def overwritten(result: Any, text: str) -> torch.Tensor:
     written to what it was computed from, as an optimizer does.
     """
     with torch.enable_grad():
-        return without_derivative([result._alive()], RuntimeError, text)[0]
+        return without_derivative([make_sharded(*result._alive())], RuntimeError, text)[0]

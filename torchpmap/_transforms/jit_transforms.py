@@ -35,7 +35,7 @@ from torchpmap._plan.derivatives import Function, OutDims, PullBack, Tensors, wh
 from torchpmap._plan.mapped_program import other_closures, other_surroundings
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
-from torchpmap._trace.capture import Substitute, is_real
+from torchpmap._trace.capture import Exchange, Substitute, is_real
 from torchpmap._trace.environment import Surroundings
 from torchpmap._trace.graphs import results_of
 from torchpmap._trace.transformable import jvp_of, vjp_of
@@ -204,17 +204,13 @@ class Outline:
         if self.surroundings.changed():
             raise RuntimeError(other_surroundings(self._prefix))
         count = len(tensors) - len(self._closures)
-        given = {id(x): y for x, y in zip(self._closures, tensors[count:], strict=True)}
-
-        def find(x: torch.Tensor) -> torch.Tensor:
-            return given.get(id(x), x)
-
+        exchange = Exchange(self._closures, tensors[count:])
         with ExitStack() as stack:
             stack.enter_context(self.surroundings.tracing())
             if self._has_key:
                 count -= 1
                 stack.enter_context(streams_of(tensors[count]))
-            stack.enter_context(Substitute(find))
+            stack.enter_context(exchange)
             stack.enter_context(torch.set_grad_enabled(self._grad_mode))
             values, _ = flatten(self._call.returned(tensors[:count]))
         if len(values) != len(self._values):

@@ -362,7 +362,8 @@ class Mapped(Generic[_P, _R]):
             text = no_derivative(self._options.prefix, verdict)
             if done is None:
                 raise NotImplementedError(text) from verdict
-            return done.tree(without_derivative(done.outputs, NotImplementedError, text, leaves))
+            values = [make_sharded(*output) for output in done.outputs]
+            return done.tree(without_derivative(values, NotImplementedError, text, leaves))
         instance = getattr(self, "_instance", None)
         results = call_differentiable(differentiable, leaves, done, instance)
         return (differentiable.plan.tree if done is None else done.tree)(results)

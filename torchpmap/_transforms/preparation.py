@@ -24,7 +24,6 @@ from torchpmap._plan.plan import Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import check_open, host_tensor
-from torchpmap._trace.block_program import BlockProgram
 from torchpmap._trace.environment import Environment, Surroundings
 from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Program
@@ -57,7 +56,7 @@ class Prepared:
     """Whether ``direct`` returns one value, in no container."""
     donated: tuple[int, ...]
     paths: tuple[str, ...]
-    program: Program | BlockProgram
+    program: Program
     grid: Grid
     arguments: str
     """As notes and logs name them."""
@@ -67,7 +66,7 @@ class Prepared:
 class Decided:
     """What a front end makes of a call: where its parts go, and what runs on each of them."""
 
-    program: Program | BlockProgram
+    program: Program
     grid: Grid
     layouts: tuple[Layout, ...]
     """Of the leaves that travel."""
@@ -113,7 +112,7 @@ class Preparation(Generic[_Call]):
         """Choose devices and layouts, or raise what is wrong with a call; nothing is sent."""
         raise NotImplementedError
 
-    def whole_program(self, call: _Call) -> Program | BlockProgram:
+    def whole_program(self, call: _Call) -> Program:
         """The program of a call that runs in the calling process, on whole arguments."""
         raise NotImplementedError
 
@@ -214,7 +213,7 @@ class Preparation(Generic[_Call]):
 
     def _make_plan(
         self,
-        program: Program | BlockProgram,
+        program: Program,
         layouts: tuple[Layout, ...],
         grid: Grid,
         arguments: str,

@@ -1,11 +1,20 @@
-"""How the rows of a ``pmap`` call share the devices, and those of mapped functions inside it."""
+"""How the rows of a ``pmap`` call share the devices, and those of mapped functions inside it.
+
+rows x cols = 2 x 4 on 8 devices    2 x 4 devices, one row and one column each
+              4 x 4                 4 x 2 devices, one row and two columns each
+              3 x 3                 3 x 1 devices: 9 do not fit, 3 x 2 does not divide
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import warn
@@ -15,11 +24,14 @@ from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._runtime.current import check_devices, process_count, process_index
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._sharded.tensor import ShardedTensor, spans_processes
-from torchpmap._trace.program import Constant, Input, Program
-from torchpmap._transforms.arguments import Options, RowArguments, take_apart
+from torchpmap._sharded.transfer import host_tensor
+from torchpmap._trace.row_program import RowProgram
+from torchpmap._transforms.arguments import Options, RowArguments, split_statics, take_apart
 from torchpmap._transforms.call import Static
-from torchpmap._transforms.nesting import counts_of_list, cuts_of, device_counts, inner_call
 from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
+
+_Levels = list[tuple["RowPreparation", RowArguments]]
+"""Mapped calls whose axes share the devices, the outermost first."""
 
 
 class RowPreparation(Preparation[RowArguments]):
@@ -59,7 +71,7 @@ class RowPreparation(Preparation[RowArguments]):
         num_devices = None if chosen is None else len(chosen if spans else _here(chosen))
         return take_apart(self._fun, options, args, kwargs, num_devices, spans)
 
-    def whole_program(self, call: RowArguments) -> Program:
+    def whole_program(self, call: RowArguments) -> RowProgram:
         return self.program(call, call.size)
 
     def decide(self, call: RowArguments) -> Decided:
@@ -68,37 +80,38 @@ class RowPreparation(Preparation[RowArguments]):
         if len(levels) == 1:
             self._warn_of_idle_devices(call.size, grid)
         program = _program_of(levels, grid)
-        cuts = cuts_of([level.call for level in levels])
         leaves = call.travelling(call.leaves)
-        layouts = tuple(_layout_of(leaf, cut, grid) for leaf, cut in zip(leaves, cuts, strict=True))
-        return Decided(program, grid, layouts, (call.axes, grid.sizes, program.all_lanes))
+        layouts = tuple(
+            _layout_of(leaf, cut, grid) for leaf, cut in zip(leaves, program.all_cuts, strict=True)
+        )
+        return Decided(program, grid, layouts, (call.cuts, grid.sizes, program.sizes))
 
     def check_devices(self, call: RowArguments) -> None:
         """Raise the errors of choosing devices for a call."""
         self._choose_devices(self._levels(call))
 
-    def _levels(self, call: RowArguments) -> list[_Level]:
+    def _levels(self, call: RowArguments) -> _Levels:
         """This call, and those of mapped functions directly inside it that can share devices."""
-        levels = [_Level(self, call)]
+        levels = [(self, call)]
         inner = self._inner if process_count() == 1 else None
         while inner is not None:
-            found = inner_call(inner._fun, inner.options, levels[-1].call)
+            found = _inner_call(inner._fun, inner.options, levels[-1][1])
             if found is None:
                 break
-            levels.append(_Level(inner, found))
+            levels.append((inner, found))
             inner = inner._inner
         return levels
 
-    def _choose_devices(self, levels: Sequence[_Level]) -> Grid:
+    def _choose_devices(self, levels: _Levels) -> Grid:
         """As many devices as can have equally many rows each; a given list is taken as it is.
 
         With several processes, the rows are those of this process, on its devices, unless an
         argument has the rows of all processes.
         """
         options = self.options
-        spans = levels[0].call.spans
-        sizes = [level.call.size for level in levels]
-        names = tuple(level.preparation.options.axis_name for level in levels)
+        spans = levels[0][1].spans
+        sizes = [call.size for _, call in levels]
+        names = tuple(each.options.axis_name for each, _ in levels)
         if options.devices is not None:
             mine = options.devices if spans else _here(options.devices)
             counts = counts_of_list(sizes, len(mine))
@@ -143,47 +156,31 @@ class RowPreparation(Preparation[RowArguments]):
         product = " * ".join(map(str, sizes))
         return f"{text} For a pmap of a pmap, {product} = {math.prod(sizes)} devices will do too."
 
-    def program(self, call: RowArguments, lanes: int) -> Program:
+    def program(self, call: RowArguments, lanes: int) -> RowProgram:
         options = self.options
-        template = tuple(
-            Constant(leaf.value if isinstance(leaf, Static) else None)
-            if leaf is None or isinstance(leaf, Static)
-            else Input(axis)
-            for leaf, axis in zip(call.leaves, call.axes, strict=True)
-        )
-        return Program(
+        return RowProgram(
             self._fun,
             options.name,
+            options.prefix,
             call.structure,
-            template,
+            call.template,
+            (options.axis_name,),
+            (lanes,),
             options.out_axes,
-            options.axis_name,
-            options.check_replicated,
-            lanes,
             options.randomness,
             self._seed,
+            options.check_replicated,
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Level:
-    """A mapped call whose axis shares the devices with others."""
-
-    preparation: RowPreparation
-    call: RowArguments
-
-
-def _program_of(levels: Sequence[_Level], grid: Grid) -> Program:
+def _program_of(levels: _Levels, grid: Grid) -> RowProgram:
     """The program of a call, with the programs inside it."""
-    inner: Program | None = None
-    for depth in reversed(range(1, len(levels))):
-        level = levels[depth]
-        program = level.preparation.program(level.call, level.call.size // grid.sizes[depth])
-        inner = replace(program, inner=inner, is_inner=True)
-    outermost = levels[0]
-    lanes = outermost.call.size // grid.sizes_here[0]
-    program = outermost.preparation.program(outermost.call, lanes)
-    return program if inner is None else replace(program, inner=inner, mesh=grid.sizes)
+    counts = (grid.sizes_here[0], *grid.sizes[1:])
+    programs = [
+        preparation.program(call, call.size // count)
+        for (preparation, call), count in zip(levels, counts, strict=True)
+    ]
+    return functools.reduce(lambda inner, own: own.of(inner, grid.sizes), reversed(programs))
 
 
 def _here(devices: Sequence[Device]) -> tuple[Device, ...]:
@@ -202,3 +199,59 @@ def _layout_of(leaf: Any, cut: Cut, grid: Grid) -> Layout:
     if is_known and leaf._alive()[0].same_place(layout):
         return layout
     return replicated_layout(shape, dtype, _here(grid.axis_devices))
+
+
+def _inner_call(
+    fun: Callable[..., Any], options: Options, outer: RowArguments
+) -> RowArguments | None:
+    """The call that a row of ``outer`` makes of the mapped function ``fun``; None if the two do not
+    fit together leaf by leaf, and for misuse, which is reported where the function is called.
+    """
+    if options.devices is not None:
+        return None
+    values = [_row_of(leaf, axis) for leaf, axis in zip(outer.leaves, outer.axes, strict=True)]
+    args, kwargs = outer.structure.unflatten(values)
+    try:
+        args, kwargs = split_statics(options, args, kwargs)
+        call = take_apart(fun, options, args, kwargs, None)
+    except (TypeError, ValueError):
+        return None
+    if any(isinstance(x, Static) and isinstance(x.value, torch.Tensor) for x in call.leaves):
+        return None
+    given = [x for x in values if isinstance(x, torch.Tensor)]
+    taken = call.travelling(call.leaves)
+    same = len(given) == len(taken) and all(x is y for x, y in zip(given, taken, strict=True))
+    return call if same else None
+
+
+def _row_of(leaf: Any, axis: int | None) -> Any:
+    if leaf is None:
+        return None
+    if isinstance(leaf, Static):
+        return leaf.value
+    tensor = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
+    shape = list(tensor.shape)
+    if axis is not None:
+        del shape[axis]
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+
+def device_counts(sizes: Sequence[int], available: int) -> tuple[int, ...]:
+    """Devices along each axis: divisors of the sizes; most in all, then most on the first axis."""
+    choices = itertools.product(*(_divisors(size, available) for size in sizes))
+    fitting = (counts for counts in choices if math.prod(counts) <= available)
+    return max(fitting, key=lambda counts: (math.prod(counts), counts))
+
+
+def _divisors(size: int, most: int) -> list[int]:
+    return [n for n in range(1, min(size, most) + 1) if size % n == 0]
+
+
+def counts_of_list(sizes: Sequence[int], num_devices: int) -> tuple[int, ...] | None:
+    """Devices along each axis of a list of devices, which must be one per row, or one per row and
+    column, and so on; None if it is not.
+    """
+    for num_axes in range(1, len(sizes) + 1):
+        if math.prod(sizes[:num_axes]) == num_devices:
+            return (*sizes[:num_axes], *(1,) * (len(sizes) - num_axes))
+    return None

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -32,6 +33,8 @@ from torchpmap._collectives.backend import NAMESPACES, c10d
 from torchpmap._layout.axis_stack import Axis, Partition, subgroup_name
 from torchpmap._trace.agreement import ADVICE, Fingerprint
 from torchpmap._trace.effects import emit, lines_of
+from torchpmap._trace.environment import parameters
+from torchpmap._trace.program import Program
 from torchpmap._transforms import nans
 
 _GROUP = "rows"
@@ -44,27 +47,16 @@ class _Abandoned(BaseException):
     """Ends a row because another one failed; no ``except Exception`` of the user's may stop it."""
 
 
-def run_rows(
-    run_row: Callable[[int, Axis], T],
-    axis_name: Hashable,
-    size: int,
-    leaves: Sequence[torch.Tensor],
-    place: Callable[[int], str] | None = None,
-) -> list[T]:
-    """The results of ``run_row(index, axis)`` for every index of an axis, in order; ``run_row``
-    must bind the axis.
-
-    Args:
-        run_row: runs one row.
-        axis_name: name of the axis.
-        size: number of rows.
-        leaves: parameters that rows share; each row has its own ``.grad`` of them, None at first.
-        place: where a row runs, as notes say it; by default its number and the axis.
+def run_rows(program: Program, run_row: Callable[[int, Axis], T]) -> list[T]:
+    """The results of ``run_row(index, axis)`` for every place of a program's grid, in order;
+    ``run_row`` must bind the axis.  Each has a ``.grad`` of its own of what the program's function
+    closes over, None at first.
 
     Raises:
         CollectiveMismatch: rows wait for each other in different collectives.
         What a row raises, with a note that names the row.
     """
+    size, leaves = math.prod(program.sizes), parameters(program.fun)
     meeting = _Meeting(size, leaves)
     results: dict[int, T] = {}
     settings = ambient()
@@ -80,13 +72,12 @@ def run_rows(
                 meeting.await_turn(row)
                 meeting.grads = [None] * len(leaves)
                 with _around_a_row(meeting, row, settings):
-                    axis = Axis(axis_name, size, torch.tensor(row), _GROUP, subgroup)
+                    axis = Axis(program.names[0], size, torch.tensor(row), _GROUP, subgroup)
                     results[row] = run_row(row, axis)
             except _Abandoned:
                 pass
             except BaseException as error:
-                at = f"in row {row} of {size}, axis {axis_name!r}"
-                meeting.fail(error, at if place is None else place(row))
+                meeting.fail(error, program.place(row))
             else:
                 meeting.end(row)
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 
-import torch
-
 from torchpmap._base.boundary import boundary
 from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_internals import innermost, outside_transforms
@@ -18,10 +16,7 @@ from torchpmap._layout.mesh import Mesh, PartitionSpec
 from torchpmap._runtime.current import check_devices
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import check_equal_everywhere, host_tensor
-from torchpmap._trace.block_program import Block, BlockProgram, surrounding
-from torchpmap._trace.blocks_inside import run_inside
-from torchpmap._trace.program import Constant
-from torchpmap._transforms.call import Static
+from torchpmap._trace.block_program import BlockProgram, surrounding
 from torchpmap._transforms.inline import run_here, run_inline
 from torchpmap._transforms.mapped import Mapped, map_with
 from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
@@ -50,24 +45,20 @@ class BlockPreparation(Preparation[BlockArguments]):
 
     def whole_program(self, call: BlockArguments) -> BlockProgram:
         options, mesh = self.options, self.options.the_mesh
-        leaves = tuple(
-            Constant(leaf.value if isinstance(leaf, Static) else None)
-            if cut is None
-            else Block(cut)
-            for leaf, cut in zip(call.leaves, call.cuts, strict=True)
-        )
         return BlockProgram(
             self._fun,
             options.name,
             options.prefix,
             call.structure,
-            leaves,
+            call.template,
+            mesh.axis_names,
+            tuple(mesh.devices.shape),
             options.out_specs,
+            options.randomness,
+            self._seed,
             mesh,
             options.manual,
             options.check_vma,
-            options.randomness,
-            self._seed,
         )
 
     def decide(self, call: BlockArguments) -> Decided:
@@ -165,11 +156,6 @@ class ShardMapped(Mapped[_P, _R]):
                     "shard_map around this one. Give axis_names here, without it, and in the outer "
                     "shard_map, without those of this one."
                 )
-            program = self._preparation.whole_program(call)
-            leaves = call.travelling(call.leaves)
-            values = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
-            outcome = run_inside(program, values, around)
-            return outcome.structure.unflatten(list(outcome.blocks))
         return (run_here if inside else run_inline)(self._preparation, call)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from torchpmap._base.axis_spec import argument_names, broadcast_axes, in_a_list
 from torchpmap._base.pytree import flatten, flatten_call
-from torchpmap._layout.grid import Cut
+from torchpmap._layout.grid import Cut, block_shape
 from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace.block_program import cut_of_spec
@@ -27,6 +27,7 @@ from torchpmap._transforms.call import (
     as_tuple,
     check_randomness,
     describe,
+    donated,
 )
 
 _IN_SPECS_HINT = (
@@ -101,16 +102,11 @@ class BlockOptions(MapOptions):
 class BlockArguments(CallArguments):
     """A call of a function that gets blocks."""
 
-    cuts: tuple[Cut | None, ...]
-    """Per leaf; None for static and empty leaves."""
     sizes: tuple[int, ...]
     """Of the mesh."""
 
     def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
-        seen = list(shape)
-        for dim, over in enumerate(self.cuts[position] or ()):
-            seen[dim] //= math.prod(self.sizes[k] for k in over)
-        return seen
+        return block_shape(shape, self.cuts[position] or (), self.sizes)
 
 
 def make_block_options(
@@ -241,14 +237,8 @@ def take_blocks(
         chosen = PartitionSpec() if spec is None else spec
         _check_shape(options, path, chosen, shape, dtype)
         cuts.append(cut_of_spec(chosen, mesh.axis_names))
-    numbers = {k % len(args) for k in options.donate_argnums if -len(args) <= k < len(args)}
-    donated = [
-        number in numbers
-        for number, arg in enumerate(args)
-        for _ in range(flatten_call((arg,), {})[1].num_leaves)
-    ]
-    sizes = tuple(mesh.devices.shape)
-    return BlockArguments(leaves, structure, tuple(paths), tuple(donated), tuple(cuts), sizes)
+    flags, sizes = donated(args, {}, options.donate_argnums, ()), tuple(mesh.devices.shape)
+    return BlockArguments(leaves, structure, tuple(paths), flags, tuple(cuts), sizes)
 
 
 def _found_spec(leaf: Any, path: str, options: BlockOptions) -> PartitionSpec | None:
