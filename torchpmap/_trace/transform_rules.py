@@ -27,7 +27,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -396,15 +395,15 @@ def _apply(definition: CustomOpDef, args: Any, kwargs: Any) -> Any:
     return tree_unflatten(results, call.results)
 
 
-@dataclass(eq=False)
 class _Call:
     """One use of an operation."""
 
-    definition: CustomOpDef
-    structure: TreeSpec
-    """Of (positional arguments, keyword arguments)."""
-    results: Any = None
-    """Structure of the results; set when the operation has run."""
+    def __init__(self, definition: CustomOpDef, structure: TreeSpec) -> None:
+        self.definition = definition
+        self.structure = structure
+        """Of (positional arguments, keyword arguments)."""
+        self.results = structure
+        """Structure of the results; set when the operation has run."""
 
     def arguments(self, leaves: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         positional, named = tree_unflatten(leaves, self.structure)
