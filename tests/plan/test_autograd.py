@@ -279,6 +279,16 @@ def test_results_that_nothing_uses_have_no_part_in_gradients(mode, used):
     assert has_no_failed_pair(mapped)
 
 
+def test_a_limited_number_of_batched_forms_is_kept(monkeypatch):
+    monkeypatch.setattr("torchpmap._plan.derivatives._MAX_DERIVED", 3)
+    mapped = tp.pmap(lambda x: x * 2, compile=EAGER)
+    for size in (*range(1, 8), 2):
+        x = torch.arange(4.0 * size).reshape(size, 4)
+        same(torch.func.vmap(mapped)(x), x * 2)
+    (differentiable,) = mapped._preparation._differentiables.values()
+    assert len(differentiable._derived) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_tangents_have_the_dtype_of_the_value(dtype, mode):
     x = torch.arange(1.0, 5.0, dtype=dtype)

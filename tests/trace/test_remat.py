@@ -215,7 +215,7 @@ def residual_bytes(wrap):
     (differentiable,) = mapped._preparation._differentiables.values()
     ((pair,),) = [differentiable._pairs.values()]
     assert pair is not None
-    residuals = pair.backward.definition.inputs[: pair.forward.num_residuals]
+    residuals = pair.backward.definition.inputs[: pair.forward.definition.num_residuals]
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in residuals)
 
 

@@ -198,3 +198,34 @@ def test_log_compiles_makes_them_warnings(caplog):
     caplog.clear()
     tp.pmap(lambda x: x * 3, compile=EAGER)(torch.ones(4))
     assert [r for r in caplog.records if r.name == "torchpmap"] == []
+
+
+@pytest.mark.cpu_only("the texts name CPU devices")
+@pytest.mark.usefixtures("pool")
+def test_a_jitted_function_says_why_too(said):
+    f, mesh = tp.jit(lambda x: x * 2, compile=EAGER), tp.make_mesh((2,), ("i",))
+
+    def why(x):
+        f(x)
+        told = [text for text in said() if text.startswith("tracing `<lambda>`: ")]
+        return [text.partition(": ")[2] for text in told]
+
+    def on(*spec, size=4):
+        return tp.device_put(torch.ones(size), tp.NamedSharding(mesh, tp.P(*spec)))
+
+    f.lower(on("i"))
+    assert said()[0] == "tracing `<lambda>`: first trace"
+    assert why(on("i")) == []
+    [longer] = why(on("i", size=6))
+    assert longer.endswith(" is float32[6], and was float32[4]")
+    [place] = why(on())
+    assert place.startswith("the place of ")
+    assert "is PartitionSpec() on cpu:0 cpu:1, and was PartitionSpec('i',) on" in place
+    x = on("i").requires_grad_()
+    [grad] = why(x)
+    assert grad.startswith("requires_grad of ")
+    with torch.no_grad():
+        [mode] = why(x)
+    assert mode == "grad mode is False, and was True"
+    torch.func.grad(lambda x: f(x).sum())(on("i"))
+    assert "a transform around it is True, and was False" in said()[0]

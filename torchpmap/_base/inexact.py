@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from torchpmap._base.torch_internals import set_forward_grad
 
 
-def is_inexact(x: torch.Tensor) -> bool:
-    """Whether its dtype is one that can have a derivative."""
-    return x.is_floating_point() or x.is_complex()
+def is_inexact(x: Any) -> bool:
+    """Whether the dtype of a tensor or layout is one that can have a derivative."""
+    dtype: torch.dtype = x.dtype
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def copied_tangents(

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.torch_internals import is_wrapped
-from torchpmap._plan.derivatives import OutDims, PullBack, Tensors, is_inexact
+from torchpmap._plan.derivatives import Function, PullBack, Tensors
 from torchpmap._plan.mapped_program import MappedProgram
 from torchpmap._plan.plan import Called
 from torchpmap._sharded.transfer import host_tensor
@@ -30,79 +31,38 @@ from torchpmap._trace.untraceable import Untraceable
 # -- the function that torch's transforms see ------------------------------------------------------
 
 
-class Function(Protocol):
-    """What a call may be of: a ``Differentiable``, or what ``jit`` has made."""
-
-    def settings(self) -> AbstractContextManager[Any]:
-        """What is around a run."""
-
-    def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Run on tensors that no transform is tracing."""
-
-    def run_for(
-        self, wanted: tuple[int, ...], tensors: Tensors
-    ) -> tuple[list[torch.Tensor], PullBack | None]:
-        """The same, and the first gradient of inputs."""
-
-    def inexact_inputs(self) -> tuple[int, ...]:
-        """Their places."""
-
-    def inexact_outputs(self) -> tuple[int, ...]:
-        """Their places."""
-
-    @property
-    def num_outputs(self) -> int:
-        """How many there are."""
-
-    def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Function:
-        """(inputs, cotangents of the outputs ``given``) -> cotangents of the inputs ``wanted``."""
-
-    def jvp(self, given: tuple[int, ...]) -> Function:
-        """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
-
-    def batched(
-        self, info: Any, dims: Sequence[int | None], tensors: Tensors
-    ) -> tuple[Function, list[torch.Tensor], OutDims]:
-        """The batched form, its inputs, and the batch dims of its outputs, once it has run."""
-
-
+@dataclass(eq=False)
 class _Call(Transformable):
     """One use of a function."""
 
-    def __init__(
-        self,
-        function: Function,
-        wanted: tuple[int, ...] = (),
-        start: Callable[[Tensors], list[torch.Tensor]] | None = None,
-        kept: object = None,
-    ) -> None:
-        self._function = function
-        self._wanted = wanted
-        """Inputs whose first gradient is likely to be asked for."""
-        self._start = start or function.run
-        self._kept = kept
-        """What must live as long as derivatives may be traced: the instance of a method."""
-        self._pull_back: PullBack | None = None
+    function: Function
+    wanted: tuple[int, ...] = ()
+    """Inputs whose first gradient is likely to be asked for."""
+    start: Callable[[Tensors], list[torch.Tensor]] | None = None
+    """What runs it, if it is not the function itself."""
+    kept: object = None
+    """What must live as long as derivatives may be traced: the instance of a method."""
+    pull_back: PullBack | None = None
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        with self._function.settings():
-            if not self._wanted:
-                return tuple(self._start(tensors))
-            results, self._pull_back = self._function.run_for(self._wanted, tensors)
+        with self.function.settings():
+            if not self.wanted:
+                return tuple((self.start or self.function.run)(tensors))
+            results, self.pull_back = self.function.run_for(self.wanted, tensors)
             return tuple(results)
 
     def vmap(self, info: Any, dims: Sequence[int | None], tensors: Tensors) -> Any:
-        batched, moved, out_dims = self._function.batched(info, dims, tensors)
-        wanted = self._wanted if may_have_vjp(moved) else ()
-        results = apply(_Call(batched, wanted, kept=self._kept), moved)
+        batched, moved, out_dims = self.function.batched(info, dims, tensors)
+        wanted = self.wanted if may_have_vjp(moved) else ()
+        results = apply(_Call(batched, wanted, kept=self.kept), moved)
         return results, out_dims(results)
 
     def jvp(self, tensors: Tensors, tangents: Maybe) -> Maybe:
-        results: list[torch.Tensor | None] = [None] * self._function.num_outputs
-        places = self._function.inexact_outputs()
+        results: list[torch.Tensor | None] = [None] * len(self.function.outputs)
+        places = self.function.inexact_outputs()
         if places:
             given = tuple(k for k, x in enumerate(tangents) if x is not None)
-            call = _Call(self._function.jvp(given), kept=self._kept)
+            call = _Call(self.function.jvp(given), kept=self.kept)
             found = apply(call, [*tensors, *(x for x in tangents if x is not None)])
             for k, tangent in zip(places, found, strict=True):
                 results[k] = tangent
@@ -114,9 +74,9 @@ class _Call(Transformable):
         wanted = tuple(wanted)
         given = tuple(k for k, x in enumerate(cotangents) if x is not None)
         shortcut = None
-        if self._pull_back is not None and set(wanted) <= set(self._wanted):
-            shortcut = functools.partial(self._pull_back, wanted, given)
-        call = _Call(self._function.vjp(wanted, given), start=shortcut, kept=self._kept)
+        if self.pull_back is not None and set(wanted) <= set(self.wanted):
+            shortcut = functools.partial(self.pull_back, wanted, given)
+        call = _Call(self.function.vjp(wanted, given), start=shortcut, kept=self.kept)
         return apply(call, [*tensors, *(x for x in cotangents if x is not None)])
 
 
@@ -168,7 +128,7 @@ class _Underivable(torch.autograd.Function):
         ctx: Any, kind: type[Exception], text: str, values: Sequence[torch.Tensor], *_: torch.Tensor
     ) -> Any:
         ctx.kind, ctx.text = kind, text
-        ctx.mark_non_differentiable(*(x for x in values if not is_inexact(x.dtype)))
+        ctx.mark_non_differentiable(*(x for x in values if not is_inexact(x)))
         return tuple(values)
 
     @staticmethod
@@ -190,7 +150,6 @@ def without_derivative(
 def no_derivative(prefix: str, verdict: Untraceable) -> str:
     return (
         f"{prefix}: cannot be differentiated or batched from outside, because the function cannot "
-        f"be traced: at {verdict.where}: {verdict.reason}. Use {verdict.instead}; or "
-        "differentiate inside the mapped function, and call it under torch.no_grad() or with "
-        "detached arguments."
+        f"be traced: at {verdict}; or differentiate inside the mapped function, and call it under "
+        "torch.no_grad() or with detached arguments."
     )

@@ -155,16 +155,15 @@ def _of_order(graph: Graph) -> Iterator[Claim]:
         yield Claim("order", "at run time", told)
 
 
-def of_groups(collectives: Sequence[Collective], devices: Sequence[int]) -> Iterator[Claim]:
+def of_groups(collectives: Sequence[Collective], devices: Sequence[int]) -> list[Claim]:
     """Whether every device is in exactly one group of each collective, of the right size."""
-    is_fine = True
-    for number, each in enumerate(collectives):
-        for verdict, told in _faults_of_groups(each, devices):
-            is_fine = False
-            yield Claim("groups", verdict, told, (number,))
-    if is_fine:
-        told = "every device is in exactly one group of each collective"
-        yield Claim("groups", "proved", told)
+    faults = [
+        Claim("groups", verdict, told, (number,))
+        for number, each in enumerate(collectives)
+        for verdict, told in _faults_of_groups(each, devices)
+    ]
+    told = "every device is in exactly one group of each collective"
+    return faults or [Claim("groups", "proved", told)]
 
 
 def _faults_of_groups(each: Collective, devices: Sequence[int]) -> Iterator[tuple[Verdict, str]]:
@@ -184,17 +183,16 @@ def _faults_of_groups(each: Collective, devices: Sequence[int]) -> Iterator[tupl
         yield "wrong", f"it counts on {each.size} devices in a group, but there are {_or(sizes)}"
 
 
-def of_permutations(collectives: Sequence[Collective]) -> Iterator[Claim]:
+def of_permutations(collectives: Sequence[Collective]) -> list[Claim]:
     """Whether every permutation is one: each place sends at most once, and receives so."""
     numbers = [k for k, each in enumerate(collectives) if each.pairs is not None]
-    is_fine = True
-    for number in numbers:
-        for told in _faults_of_pairs(collectives[number]):
-            is_fine = False
-            yield Claim("permutations", "wrong", told, (number,))
-    if is_fine:
-        told = "no device sends twice, and none receives twice" if numbers else "there are none"
-        yield Claim("permutations", "proved", told, tuple(numbers))
+    faults = [
+        Claim("permutations", "wrong", told, (number,))
+        for number in numbers
+        for told in _faults_of_pairs(collectives[number])
+    ]
+    told = "no device sends twice, and none receives twice" if numbers else "there are none"
+    return faults or [Claim("permutations", "proved", told, tuple(numbers))]
 
 
 def _faults_of_pairs(each: Collective) -> Iterator[str]:

@@ -199,15 +199,13 @@ def _uncounted(graph: torch.fx.Graph) -> tuple[str, ...]:
 # -- flops that torch does not count ---------------------------------------------------------------
 
 
-def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any) -> int:
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     """[b, h, s, d], [b, h, t, d], [b, h, t, e]: scores, and their product with the values."""
     *batch, rows, width = query
     return 2 * math.prod(batch) * rows * key[-2] * (width + value[-1])
 
 
-def _attention_backward(
-    gradient: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any
-) -> int:
+def _attention_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
     """Scores again; and from them the gradients of query, key, value and the scores."""
     *batch, rows, width = query
     return 2 * math.prod(batch) * rows * key[-2] * (3 * width + 2 * value[-1])
@@ -217,10 +215,8 @@ def _formulas() -> dict[Any, Any]:
     """A function, because looking operations up takes a while."""
     aten = torch.ops.aten
     return {
-        aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: _attention(*shapes),
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-            lambda *shapes, **_: _attention_backward(*shapes)
-        ),
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
         aten.mv: lambda matrix, *_, **__: 2 * math.prod(matrix),
         aten.addmv: lambda _, matrix, *__, **___: 2 * math.prod(matrix),
         aten.dot: lambda x, *_, **__: 2 * math.prod(x),

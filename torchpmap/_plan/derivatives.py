@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.errors import kind_of
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import flatten, replaced
 from torchpmap._collectives.backend import widened
 from torchpmap._collectives.primitives import AllReduce, Scope, apply
@@ -50,19 +52,101 @@ PullBack = Callable[[tuple[int, ...], tuple[int, ...], Tensors], list[torch.Tens
 OutDims = Callable[[Tensors], list[int | None]]
 
 
-class Differentiable:
+_MAX_DERIVED = 256
+"""Derivatives and batched forms that a function keeps."""
+
+
+class Function(ABC):
+    """A function of tensors, whose derivatives and batched forms are such functions, made once."""
+
+    keys: tuple[int, ...] = ()
+    """Inputs that are the key of a call, for its random numbers."""
+    mirrored: tuple[int, ...] = ()
+    """For a gradient, the inputs that its outputs belong to."""
+
+    def __init__(
+        self, layouts: Sequence[Any], settings: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        """``layouts``: what tells the dtypes of the inputs; ``settings``: what is around a run."""
+        self.layouts, self.settings = tuple(layouts), settings
+        self._derived: dict[Any, Any] = {}
+
+    @property
+    @abstractmethod
+    def outputs(self) -> Sequence[Any]:
+        """What tells the dtypes of the outputs."""
+
+    @abstractmethod
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Run on tensors that no transform is tracing."""
+
+    @abstractmethod
+    def run_for(
+        self, wanted: tuple[int, ...], tensors: Tensors
+    ) -> tuple[list[torch.Tensor], PullBack | None]:
+        """``run``, and how gradients of the inputs ``wanted`` follow from what that leaves."""
+
+    def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Any:
+        """(inputs, cotangents of the outputs ``given``) -> cotangents of the inputs ``wanted``."""
+        inputs = [*self.layouts, *(self.outputs[k] for k in given)]
+        outputs = [self.layouts[k] for k in wanted]
+        key, body = ("vjp", wanted, given), self._pull(wanted, given)
+        return self._derive(key, wanted, body, inputs, outputs)
+
+    def jvp(self, given: tuple[int, ...]) -> Any:
+        """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
+        inputs = [*self.layouts, *(self.layouts[k] for k in given)]
+        outputs = [self.outputs[k] for k in self.inexact_outputs()]
+        # a tangent is where its gradient is
+        return self._derive(("jvp", given), self.mirrored, self._push(given), inputs, outputs)
+
+    @abstractmethod
+    def _pull(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Any:
+        """The body of ``vjp``."""
+
+    @abstractmethod
+    def _push(self, given: tuple[int, ...]) -> Any:
+        """The body of ``jvp``."""
+
+    @abstractmethod
+    def batched(
+        self, info: Any, dims: Sequence[int | None], tensors: Tensors
+    ) -> tuple[Function, list[torch.Tensor], OutDims]:
+        """The batched form, its inputs, and the batch dims of its outputs, once it has run."""
+
+    @abstractmethod
+    def _made(self, key: Any, body: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Function:
+        """The derivative, or the batched form, ``key``, which runs ``body``."""
+
+    def _derive(self, key: Any, mirrored: tuple[int, ...], *given: Any) -> Any:
+        made = self._derived.get(key)
+        if made is None:
+            made = self._made(key, *given)
+            made.keys, made.mirrored = self.keys, mirrored
+            if len(self._derived) >= _MAX_DERIVED:  # batches of ever other sizes, for example
+                del self._derived[next(iter(self._derived))]
+            self._derived[key] = made
+        return made
+
+    def inexact_inputs(self) -> tuple[int, ...]:
+        """Their places."""
+        return tuple(k for k, each in enumerate(self.layouts) if is_inexact(each))
+
+    def inexact_outputs(self) -> tuple[int, ...]:
+        """Their places."""
+        return tuple(k for k, each in enumerate(self.outputs) if is_inexact(each))
+
+
+class Differentiable(Function):
     """A body and the layouts of its inputs, lowered when it first runs."""
 
+    layouts: tuple[Layout, ...]
+
     def __init__(self, target: Target, body: Body, layouts: Sequence[Layout]) -> None:
+        super().__init__(layouts, target.settings)
         self.target = target
         self.body = body
-        self.layouts = tuple(layouts)
         self._plan: Plan | None = None
-        self._derived: dict[Any, Differentiable] = {}
-        self.keys: tuple[int, ...] = ()
-        """Inputs that are the key of a call, for its random numbers."""
-        self.mirrored: tuple[int, ...] = ()
-        """For a gradient, the inputs that its outputs belong to."""
         self.batch_dims: Callable[[], tuple[int, ...]] = lambda: (0,) * len(self.outputs)
         """How many trailing dims of each output are batch dims."""
         self._batch_dims_in = (0,) * len(layouts)
@@ -76,28 +160,21 @@ class Differentiable:
             self._plan = lower(self.target, self.body, self.layouts)
         return self._plan
 
-    def settings(self) -> AbstractContextManager[Any]:
-        return self.target.settings()
-
     @property
     def outputs(self) -> tuple[Layout, ...]:
         return self.plan.outputs[: len(self.plan.outputs) - self.plan.num_checks]
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Run on tensors that no transform is tracing."""
         return self.results(self.start(tensors), tensors)
 
     def run_for(
         self, wanted: tuple[int, ...], tensors: Tensors
     ) -> tuple[list[torch.Tensor], PullBack | None]:
-        """``run``, and how gradients of the inputs ``wanted`` follow from what that leaves on the
-        workers.
-        """
         expected = self._cotangents.get(wanted, self.inexact_outputs())
         pair = self.pair(wanted, expected)
         if pair is None:
             return self.run(tensors), None
-        outputs, residuals = _forward(pair, self.placed(tensors))
+        handles, residuals = pair.run(self.placed(tensors))
 
         def pull_back(some: tuple[int, ...], given: tuple[int, ...], tensors: Tensors) -> Any:
             self._cotangents[wanted] = given
@@ -106,12 +183,11 @@ class Differentiable:
             if pair is None:
                 return derived.run(tensors)
             if given != expected:
-                left = _forward(pair, self.placed(tensors[:count]))[1]
-            layouts = [self.outputs[k] for k in given]
-            held = handles_of(tensors[count:], layouts)
-            gradients = pair.backward.call([*left, *held]).outputs
+                _, left = pair.run(self.placed(tensors[:count]))
+            gradients = pair.gradients(left, tensors[count:], [self.outputs[k] for k in given])
             return derived.results([gradients[wanted.index(k)] for k in some], tensors)
 
+        outputs = list(zip(pair.forward.outputs, handles, strict=True))
         return self.results(outputs, tensors), pull_back
 
     def start(self, tensors: Tensors) -> Outputs:
@@ -140,37 +216,15 @@ class Differentiable:
     def placed(self, tensors: Tensors) -> list[Handle]:
         return handles_of(tensors, self.layouts)
 
-    @property
-    def num_outputs(self) -> int:
-        return len(self.outputs)
-
-    def inexact_inputs(self) -> tuple[int, ...]:
-        return tuple(k for k, layout in enumerate(self.layouts) if is_inexact(layout.dtype))
-
-    def inexact_outputs(self) -> tuple[int, ...]:
-        return tuple(k for k, layout in enumerate(self.outputs) if is_inexact(layout.dtype))
-
     def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Differentiable:
-        """(inputs, cotangents of the outputs ``given``) -> cotangents of the inputs ``wanted``."""
-        derived = self._derive(
-            ("vjp", wanted, given),
-            lambda: self._pull(wanted, given, keep_outputs=False),
-            [*self.layouts, *(self.outputs[k] for k in given)],
-        )
-        derived.mirrored = wanted
+        derived: Differentiable = super().vjp(wanted, given)
         own = self._batch_dims_in
         derived._batch_dims_in = (*own, *(self.batch_dims()[k] for k in given))
         derived.batch_dims = lambda: tuple(own[k] for k in wanted)
         return derived
 
     def jvp(self, given: tuple[int, ...]) -> Differentiable:
-        """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
-        derived = self._derive(
-            ("jvp", given),
-            lambda: self._push(given),
-            [*self.layouts, *(self.layouts[k] for k in given)],
-        )
-        derived.mirrored = self.mirrored  # a tangent is where its gradient is
+        derived: Differentiable = super().jvp(given)
         own = self._batch_dims_in
         derived._batch_dims_in = (*own, *(own[k] for k in given))
         derived.batch_dims = lambda: tuple(self.batch_dims()[k] for k in self.inexact_outputs())
@@ -179,7 +233,6 @@ class Differentiable:
     def batched(
         self, info: Any, dims: Sequence[int | None], tensors: Tensors
     ) -> tuple[Differentiable, list[torch.Tensor], OutDims]:
-        """The batched form, its inputs, and the batch dims of its outputs, once it has run."""
         moved = [
             x if dim is None else x.movedim(dim, -1) for x, dim in zip(tensors, dims, strict=True)
         ]
@@ -202,8 +255,7 @@ class Differentiable:
             for layout, batched in zip(self.layouts, which, strict=True)
         ]
         key = ("vmap", which, size)
-        derived = self._derive(key, lambda: _Batched(self.body, which, size), layouts)
-        derived.mirrored = self.mirrored
+        derived = self._derive(key, self.mirrored, _Batched(self.body, which, size), layouts, ())
         derived._batch_dims_in = tuple(map(operator.add, self._batch_dims_in, which))
         derived.batch_dims = lambda: tuple(
             map(operator.add, self.batch_dims(), derived.batched_outputs())
@@ -231,18 +283,17 @@ class Differentiable:
                 self._pairs[wanted, given] = lower_pair(target, body, layouts, *numbers)
         return self._pairs[wanted, given]
 
-    def _derive(
-        self, key: Any, body: Callable[[], Body], layouts: Sequence[Layout]
+    def _made(
+        self, key: Any, body: Body, inputs: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Differentiable:
-        if key not in self._derived:
-            target = self.target if key[0] == "vmap" else self.target.of_derivative
-            self._derived[key] = Differentiable(target, body(), layouts)
-            self._derived[key].keys = self.keys
-        return self._derived[key]
+        target = self.target if key[0] == "vmap" else self.target.of_derivative
+        return Differentiable(target, body, inputs)
 
     # -- derived bodies ---------------------------------------------------------------------------
 
-    def _pull(self, wanted: tuple[int, ...], given: tuple[int, ...], *, keep_outputs: bool) -> Body:
+    def _pull(
+        self, wanted: tuple[int, ...], given: tuple[int, ...], keep_outputs: bool = False
+    ) -> Body:
         count, grid = len(self.layouts), self.target.grid
 
         def pull(blocks: Tensors, axis: Axis) -> Outcome:
@@ -291,7 +342,7 @@ class Differentiable:
 
             _, typed = jvp_of(run, primals, given, tangents)
             outcome = outcomes[-1]
-            cuts = [cut for x, cut in outcome.outputs if is_inexact(x.dtype)]
+            cuts = [cut for x, cut in outcome.outputs if is_inexact(x)]
             return _outcome(list(zip(typed, cuts, strict=True)), outcome)
 
         return push
@@ -326,10 +377,6 @@ class _Batched:
         ]
         pairs = zip(results[count:], reached[count:], strict=True)
         return _outcome(outputs, outcome, tuple(x.amax(0) if has else x for x, has in pairs))
-
-
-def is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _outcome(
@@ -382,14 +429,6 @@ def _summed(gradients: Tensors, cuts: Sequence[Cut], grid: Grid, axis: Axis) -> 
                 for k, total in zip(alike, sums, strict=True):
                     summed[k] = total
     return [total.to(x.dtype) for x, total in zip(gradients, summed, strict=True)]
-
-
-def _forward(pair: Pair, held: list[Handle]) -> tuple[Outputs, list[Handle]]:
-    """The outputs, and the residuals."""
-    plan = pair.forward
-    handles = plan.run(held)
-    count = len(plan.outputs)
-    return list(zip(plan.outputs, handles[:count], strict=True)), handles[count:]
 
 
 def whole(layout: Layout, handle: Handle) -> torch.Tensor:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +28,9 @@ from torchpmap._layout.axis_stack import Axis, Partition, group_name
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.plan import Captured, Drawn, Pinned, Plan
-from torchpmap._runtime.base import Team
+from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.current import runtime as current_runtime
+from torchpmap._sharded.device_put import handles_of
 from torchpmap._trace.compile import EAGER, Backend, Definition, Kind, only_communicates
 from torchpmap._trace.custom_ops import Implementations
 from torchpmap._trace.escaped import EscapeWatch
@@ -108,13 +110,23 @@ class Target:
         return applied(for_graph(self.ambient))
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A function and its gradient, in two plans: the first leaves residuals for the second."""
 
     forward: Plan
     backward: Plan
     """Takes the residuals, then the cotangents."""
+
+    def run(self, held: list[Handle]) -> tuple[list[Handle], list[Handle]]:
+        """The outputs, and the residuals."""
+        handles, count = self.forward.run(held), len(self.forward.outputs)
+        return handles[:count], handles[count:]
+
+    def gradients(
+        self, residuals: list[Handle], cotangents: Sequence[Any], layouts: Sequence[Layout]
+    ) -> list[tuple[Layout, Handle]]:
+        handles = self.backward.run([*residuals, *handles_of(cotangents, layouts)])
+        return list(zip(self.backward.outputs, handles, strict=True))
 
 
 def lower(
@@ -128,27 +140,20 @@ def lower(
         )
         for tensor in traced.captured
     )
-    outputs = _output_layouts(target, outcome, traced)
-    definition = _definition(
-        target, traced.graph, traced.inputs, _kinds(outputs), traced.uses_index
-    )
     runs_here = target.team.runtime.runs_here
     implementations = None if runs_here else Implementations(traced.graph)
     pinned = (*traced.pinned, *(implementations.tensors() if implementations else ()))
-    return Plan(
-        definition=definition,
-        groups=_groups(target, traced),
-        axes=_axes(target, traced),
-        prefix=target.prefix,
-        described=target.described,
-        team=target.team,
+    return _plan(
+        target,
+        traced,
+        traced.graph,
+        traced.inputs,
+        _output_layouts(target, outcome, traced),
+        structure=outcome.structure,
         captured=captured,
         pinned=tuple(map(Pinned, pinned)),
         held=traced.held,
         implementations=implementations or None,
-        outputs=outputs,
-        structure=outcome.structure,
-        names=target.names,
         nones=tuple(k for k, block in enumerate(outcome.blocks) if block is None),
         requires_grad=requires_grad and any(t.requires_grad for t in traced.captured),
         num_checks=len(outcome.checks),
@@ -171,36 +176,12 @@ def lower_pair(
     if traced.captured:
         raise RuntimeError(f"{target.prefix}: a closure is not among its inputs")
     outputs = _output_layouts(target, outcome, traced)
-    count = halves.num_residuals
-    forward_inputs = traced.inputs[: len(traced.inputs) - num_cotangents]
-
-    def half(graph: torch.fx.GraphModule, backward: bool) -> Plan:
-        mine = outputs[num_outputs:] if backward else outputs[:num_outputs]
-        inputs = halves.backward_inputs if backward else forward_inputs
-        residuals = () if backward else halves.backward_inputs[:count]
-        kinds = (*_kinds(mine), *residuals)
-        uses_index = traced.uses_index and not backward
-        definition = _definition(target, graph, inputs, kinds, uses_index)
-        return Plan(
-            definition=replace(definition, num_residuals=len(residuals)),
-            groups=_groups(target, traced),
-            axes=_axes(target, traced),
-            prefix=target.prefix,
-            described=target.described,
-            team=target.team,
-            captured=(),
-            pinned=(),
-            outputs=mine,
-            structure=flatten(list(mine))[1],
-            names=() if backward else target.names,
-            nones=(),
-            requires_grad=False,
-            num_checks=0,
-            checked=(),
-            num_residuals=0 if backward else count,
-        )
-
-    return Pair(half(halves.forward, False), half(halves.backward, True))
+    residuals = halves.backward_inputs[: halves.num_residuals]
+    inputs = traced.inputs[: len(traced.inputs) - num_cotangents]
+    mine, rest = outputs[:num_outputs], outputs[num_outputs:]
+    forward = _plan(target, traced, halves.forward, inputs, mine, residuals)
+    target, traced = replace(target, names=()), replace(traced, uses_index=False)
+    return Pair(forward, _plan(target, traced, halves.backward, halves.backward_inputs, rest))
 
 
 def _trace(
@@ -282,34 +263,44 @@ def _tracing(target: Target) -> Iterator[None]:
         raise
 
 
-def _definition(
+def _plan(
     target: Target,
+    traced: Traced,
     graph: torch.fx.GraphModule,
     inputs: Sequence[Kind],
-    outputs: Sequence[Kind],
-    uses_index: bool,
-) -> Definition:
+    outputs: tuple[Layout, ...],
+    residuals: Sequence[Kind] = (),
+    **known: Any,
+) -> Plan:
+    """The plan of a graph that returns outputs, and then residuals; ``known``: fields of it."""
     backend = _usable(target.backend, target.devices)
     if backend.is_inductor and target.devices[0].platform == "cpu" and only_communicates(graph):
         backend = EAGER
-    number = next(_plan_ids)
-    kinds = tuple(inputs), tuple(outputs)
-    return Definition(
-        number,
+    definition = Definition(
+        next(_plan_ids),
         target.name,
         graph,
-        uses_index,
+        traced.uses_index,
         target.ranks,
-        *kinds,
+        tuple(inputs),
+        (*((layout.block_shape, layout.dtype) for layout in outputs), *residuals),
         backend,
         target.ambient,
         target.timeout,
         where=target.where,
+        num_residuals=len(residuals),
     )
-
-
-def _kinds(layouts: Sequence[Layout]) -> tuple[Kind, ...]:
-    return tuple((layout.block_shape, layout.dtype) for layout in layouts)
+    return Plan(
+        definition=definition,
+        groups=_groups(target, traced),
+        axes=_axes(target, traced),
+        prefix=target.prefix,
+        described=target.described,
+        team=target.team,
+        outputs=outputs,
+        names=target.names,
+        **{"structure": flatten(list(outputs))[1]} | known,
+    )
 
 
 def _groups(target: Target, traced: Traced) -> dict[str, Partition]:

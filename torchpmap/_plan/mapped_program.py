@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol
 
 from torchpmap._layout.axis_stack import Axis
 from torchpmap._layout.layout import Layout
@@ -17,17 +15,8 @@ from torchpmap._runtime.base import Handle
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._trace.capture import Exchange
 from torchpmap._trace.compile import EAGER
+from torchpmap._trace.environment import Surroundings
 from torchpmap._trace.program import Outcome, Program
-
-
-class Surroundings(Protocol):
-    """What a program reads besides tensors."""
-
-    def changed(self) -> bool:
-        """Whether something has changed since it was traced."""
-
-    def tracing(self) -> AbstractContextManager[None]:
-        """While the program is traced: what it changes by itself is no change."""
 
 
 class MappedProgram(Differentiable):

@@ -135,18 +135,18 @@ class Plan:
     described: str
     """What it computes, and of which arguments, as logs name it."""
     team: Team
-    captured: tuple[Captured, ...]
-    pinned: tuple[Pinned, ...]
     outputs: tuple[Layout, ...]
     structure: Structure
     """Of what the function returns."""
-    nones: tuple[int, ...]
+    captured: tuple[Captured, ...] = ()
+    pinned: tuple[Pinned, ...] = ()
+    nones: tuple[int, ...] = ()
     """Leaves of ``structure`` that are None and have no output."""
-    requires_grad: bool
+    requires_grad: bool = False
     """Whether an output depends differentiably on a captured tensor."""
-    num_checks: int
+    num_checks: int = 0
     """Trailing outputs that measure how far outputs declared replicated differ between devices."""
-    checked: tuple[str, ...]
+    checked: tuple[str, ...] = ()
     """Their leaf paths."""
     is_passing: bool = False
     """Whether it closes over tensors that a transform around the call is tracing."""
@@ -154,8 +154,6 @@ class Plan:
     """Whether it writes in place to (its copies of) inputs."""
     undefined: list[bool] = field(default_factory=lambda: [True])
     """Empty once the workers know the plan."""
-    num_residuals: int = 0
-    """Trailing outputs that only a gradient needs; they stay on the devices."""
     repeated: Repeated | None = None
     """A line of the function that should be a loop."""
     held: tuple[tuple[int, ...], ...] = ()
@@ -233,9 +231,9 @@ class Plan:
         if recording.ring is not None:
             recording.ring.keep(self, held)
             self.define()  # only now, so that a call that does not compile is kept
-        team = self.team
-        num_outputs = len(self.outputs) + self.num_residuals
-        return team.runtime.execute(team, self.definition.plan_id, held, num_outputs, give_up)
+        team, definition = self.team, self.definition
+        num_outputs = len(definition.outputs)
+        return team.runtime.execute(team, definition.plan_id, held, num_outputs, give_up)
 
     def define(self) -> None:
         """Make the workers compile the plan, if they have not."""

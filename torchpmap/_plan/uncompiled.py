@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import linecache
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -33,36 +34,23 @@ from torchpmap.random._streams import draw_key, peek_key, uses_generator
 _serials = itertools.count(1)
 
 
+@dataclass(eq=False)
 class UncompiledPlan:
     """How to run one program uncompiled; prepared like a ``Plan``, but its outputs are known only
     afterwards.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        grid: Grid,
-        prefix: str,
-        timeout: float | None = None,
-        where: str = "",
-    ) -> None:
-        """``where``: ``file:line`` of the function."""
-        self._program = program
-        self._timeout = timeout
-        self._where = where
-        self._serial = next(_serials)
-        self.requires_grad = False  # known when it has run
-        self._grid = grid
-        self._prefix = prefix
-        self._ranks = grid.ranks
-        self._group = group_name(self._ranks)
+    program: Program
+    grid: Grid
+    prefix: str
+    timeout: float | None
+    where: str
+    """``file:line`` of the function."""
+    serial: int = field(default_factory=_serials.__next__)
+    requires_grad = False  # known when it has run
 
     def holds(self) -> bool:
         return True  # the function is pickled anew for every call, with what it closes over
-
-    def broken_by(self) -> str:
-        """Nothing: it always holds."""
-        return ""
 
     def call(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> Called:
         """Place the leaves, run the function on them and wait for all devices.
@@ -71,12 +59,12 @@ class UncompiledPlan:
             TypeError: the function cannot be pickled; nothing was sent.
         """
         runtime = current_runtime()
-        team = runtime.team(tuple(device.id for device in self._grid.devices))
+        team = runtime.team(tuple(device.id for device in self.grid.devices))
         key = peek_key()
-        timeout = runtime.timeout if self._timeout is None else self._timeout
+        timeout = runtime.timeout if self.timeout is None else self.timeout
         task = self._task(key, timeout, here=runtime.runs_here)
         held = handles_of(leaves, layouts)
-        recording.lacks(self._prefix, "as Python on the devices (compile=False)")
+        recording.lacks(self.prefix, "as Python on the devices (compile=False)")
         told, outputs = runtime.run_task(team, task, held)
         reports = cast(list[UncompiledReport], told)
         self._check(reports)
@@ -85,12 +73,8 @@ class UncompiledPlan:
         assert isinstance(structure, Structure), "one that all devices have"
         if report.used_key:
             draw_key()  # the next call gets another one
-        layouts = [
-            self._grid.stacked(shape, dtype, cut)
-            for shape, dtype, cut in zip(report.shapes, report.dtypes, report.cuts, strict=True)
-            if shape is not None and dtype is not None
-        ]
-        nones = [k for k, shape in enumerate(report.shapes) if shape is None]
+        layouts = [self.grid.stacked(*each) for each in report.results if each is not None]
+        nones = [k for k, each in enumerate(report.results) if each is None]
 
         def tree(leaves: list[Any]) -> Any:
             return structure.unflatten(with_nones(leaves, nones))
@@ -98,19 +82,19 @@ class UncompiledPlan:
         return Called(list(zip(layouts, outputs, strict=True)), tree, report.requires_grad, key)
 
     def _task(self, key: torch.Tensor, timeout: float | None, *, here: bool) -> Task:
-        name = self._program.name
-        body = pickled_function(UncompiledWork, self._program, f"{name}()", here=here)
+        name = self.program.name
+        body = pickled_function(UncompiledWork, self.program, f"{name}()", here=here)
         return Task(
             name,
             number_of(body),
             body,
-            self._ranks,
-            self._group,
+            self.grid.ranks,
+            group_name(self.grid.ranks),
             Given(tuple(key.tolist()), ambient()),
             _sources_of_no_file(),
             timeout,
-            self._where,
-            self._serial,
+            self.where,
+            self.serial,
         )
 
     def _check(self, reports: Sequence[UncompiledReport]) -> None:
@@ -119,13 +103,13 @@ class UncompiledPlan:
             if report.written is not None:
                 raise RuntimeError(report.written)
             if report.used_generator:
-                raise NotImplementedError(uses_generator(self._prefix))
-        kinds = zip(self._grid.axis_devices, map(_summary, reports), strict=True)
-        check_same_kinds(self._prefix, "devices", list(kinds))
+                raise NotImplementedError(uses_generator(self.prefix))
+        kinds = zip(self.grid.axis_devices, map(_summary, reports), strict=True)
+        check_same_kinds(self.prefix, "devices", list(kinds))
         # devices of different lines of a mesh have compared different values
         checked = zip(*(report.differences for report in reports), strict=True)
         found = ((each[0][0], max(distance for _, distance in each)) for each in checked)
-        check_replicated(self._prefix, found, self._program.otherwise)
+        check_replicated(self.prefix, found, self.program.otherwise)
 
 
 def _sources_of_no_file() -> tuple[tuple[str, Any], ...]:
@@ -135,8 +119,5 @@ def _sources_of_no_file() -> tuple[tuple[str, Any], ...]:
 
 
 def _summary(report: UncompiledReport) -> str:
-    kinds = [
-        None if shape is None or dtype is None else kind_of(shape, dtype)
-        for shape, dtype in zip(report.shapes, report.dtypes, strict=True)
-    ]
+    kinds = [None if each is None else kind_of(*each[:2]) for each in report.results]
     return f"{report.structure} of {kinds}"

@@ -38,10 +38,8 @@ class UncompiledReport:
     """What the controller learns of a rank's outputs."""
 
     structure: Structure | str  # the text of another process's structure, if it differs
-    shapes: tuple[tuple[int, ...] | None, ...]
-    """Per leaf of the structure; None for a None leaf."""
-    dtypes: tuple[torch.dtype | None, ...]
-    cuts: tuple[Cut, ...]
+    results: tuple[tuple[tuple[int, ...], torch.dtype, Cut] | None, ...]
+    """Per leaf of the structure, its shape, dtype and cut; None for a None leaf."""
     differences: tuple[tuple[str, float], ...]
     """Leaf path and how far the value differs between devices (``check_replicated``)."""
     requires_grad: bool
@@ -104,13 +102,11 @@ class UncompiledWork:
             stored = outcome.change_blocks(lambda x, cut: _of_first_device(x, cut, axes)).blocks
         report = UncompiledReport(
             outcome.structure,
-            tuple(None if block is None else tuple(block.shape) for block in stored),
-            tuple(None if block is None else block.dtype for block in stored),
-            outcome.cuts,
             tuple(
-                (path, float(check))
-                for path, check in zip(outcome.checked, outcome.checks, strict=True)
+                None if block is None else (tuple(block.shape), block.dtype, cut)
+                for block, cut in zip(stored, outcome.cuts, strict=True)
             ),
+            tuple(zip(outcome.checked, map(float, outcome.checks), strict=True)),
             outcome.requires_grad,
             outcome.draws > 0,
             not torch.equal(generator, platform.random_state()),

@@ -17,7 +17,8 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -148,6 +149,38 @@ class Environment:
                 "changes as an argument."
             )
         return False
+
+
+@dataclass(frozen=True, eq=False)
+class Surroundings:
+    """What a program reads from outside itself, besides tensors."""
+
+    environments: Sequence[Environment]
+    intact: Sequence[Callable[[], bool]] = ()
+    """Of what else must stay, whether it has."""
+
+    def copy(self) -> Surroundings:
+        """The same, noted at the same time; later calls may note anew."""
+        return Surroundings([each.copy() for each in self.environments], self.intact)
+
+    def objects(self) -> list[Any]:
+        """All that is reached."""
+        return [x for each in self.environments for x in each.objects()]
+
+    def changed(self) -> bool:
+        """Whether something has changed since the program was traced."""
+        for environment in self.environments:
+            if environment.changed():
+                return True
+        return not all(is_intact() for is_intact in self.intact)
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """See ``Environment``."""
+        with contextlib.ExitStack() as stack:
+            for environment in self.environments:
+                stack.enter_context(environment.tracing())
+            yield
 
 
 def others_run() -> bool:

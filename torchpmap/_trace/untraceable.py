@@ -9,8 +9,5 @@ class Untraceable(Exception):  # a verdict, not an error: the front end decides 
     """
 
     def __init__(self, reason: str, where: str, instead: str) -> None:
-        super().__init__(f"{where}: {reason}")
-        self.reason = reason
-        self.where = where
-        self.instead = instead
-        """What to use instead."""
+        """``instead``: what to use instead."""
+        super().__init__(f"{where}: {reason}. Use {instead}")

@@ -243,25 +243,21 @@ def check_in_axes(in_axes: Any) -> None:
 
 def make_options(
     name: str,
-    axis_name: Hashable | None,
-    in_axes: Any,
-    out_axes: Any,
+    *,
     static_broadcasted_argnums: Any,
     static_broadcasted_argnames: Any,
-    devices: Sequence[Device] | None,
-    backend: str | None,
-    axis_size: int | None,
     donate_argnums: Any,
     donate_argnames: Any,
+    devices: Sequence[Device] | None,
+    backend: str | None,
     compile: Any,
-    fullgraph: bool,
-    randomness: str,
-    check_replicated: bool,
     timeout: float | None,
+    **others: Any,
 ) -> Options:
-    check_axis_name(axis_name)
-    check_in_axes(in_axes)
-    check_axis_spec(out_axes, "pmap out_axes")
+    """The settings of ``pmap``, checked; ``others``: those that stay as they are."""
+    check_axis_name(others["axis_name"])
+    check_in_axes(others["in_axes"])
+    check_axis_spec(others["out_axes"], "pmap out_axes")
     static = as_tuple(static_broadcasted_argnums, "pmap: static_broadcasted_argnums", int)
     donate = as_tuple(donate_argnums, "pmap: donate_argnums", int)
     static_names = as_tuple(static_broadcasted_argnames, "pmap: static_broadcasted_argnames", str)
@@ -271,26 +267,21 @@ def make_options(
             f"pmap: static_broadcasted_argnums {list(static or static_names)} and donate_argnums "
             f"{list(donate or donate_names)} cannot intersect."
         )
-    check_randomness("pmap", randomness)
+    check_randomness("pmap", others["randomness"])
+    axis_size = others["axis_size"]
     if axis_size is not None and (type(axis_size) is not int or axis_size < 1):
         raise ValueError(f"pmap: axis_size must be a positive int, but got {axis_size!r}.")
     return Options(
         name=name,
-        axis_name=axis_name,
-        in_axes=in_axes,
-        out_axes=out_axes,
         static_argnums=static,
         static_argnames=static_names,
         donate_argnums=donate,
         donate_argnames=donate_names,
         devices=_device_list(devices),
         platform=backend,
-        axis_size=axis_size,
         backend=parse_compile(compile),
-        fullgraph=fullgraph,
-        randomness=randomness,
-        check_replicated=check_replicated,
         timeout=None if timeout is None else check_timeout("pmap: timeout", timeout),
+        **others,
     )
 
 

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from torchpmap._base.ambient import Ambient
 from torchpmap._base.exact import Pictures, exact
 from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._base.sources import is_foreign
-from torchpmap._layout.grid import Cut
-from torchpmap._trace.compile import Backend
+from torchpmap._layout.grid import Cut, Grid
+from torchpmap._plan.lower import Target
+from torchpmap._trace.compile import EAGER, Backend
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.escaped import Escaped
 from torchpmap._trace.kinds import check_dtype, check_number, oddity
@@ -26,20 +28,40 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class MapOptions:
-    """The options of a mapped function that all front ends have, checked."""
+class CallOptions:
+    """The options that all front ends have, checked."""
 
     name: str
     backend: Backend | None
     """None: uncompiled."""
     fullgraph: bool
-    randomness: str
     timeout: float | None
 
     @property
     def prefix(self) -> str:
-        """The mapped function, as messages name it."""
+        """The function, as messages name it."""
         raise NotImplementedError
+
+    def target(
+        self,
+        grid: Grid,
+        seed: torch.Tensor,
+        settings: Ambient,
+        where: str,
+        arguments: str = "",
+        names: tuple[str, ...] = (),
+    ) -> Target:
+        """What the function is lowered for; see ``Target``."""
+        backend = EAGER if self.backend is None else self.backend
+        given = self.prefix, self.name, grid, backend, seed, settings, self.timeout
+        return Target(*given, f"`{self.name}`", arguments, where, names)
+
+
+@dataclass(frozen=True)
+class MapOptions(CallOptions):
+    """The options that mapped functions have."""
+
+    randomness: str
 
     @property
     def static_advice(self) -> str:

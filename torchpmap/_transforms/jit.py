@@ -11,8 +11,9 @@ import reprlib
 import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -23,7 +24,7 @@ from torchpmap._base.ambient import keyed
 from torchpmap._base.boundary import boundary, fold
 from torchpmap._base.busy import waiting
 from torchpmap._base.config import config
-from torchpmap._base.errors import TraceError, kind_of, warn
+from torchpmap._base.errors import TraceError, kind_of
 from torchpmap._base.exact import exact
 from torchpmap._base.sources import defined_at
 from torchpmap._base.torch_internals import (
@@ -38,29 +39,38 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import with_sharding_constraint
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import recording
-from torchpmap._trace.compile import EAGER, parse_compile
-from torchpmap._trace.environment import Environment
+from torchpmap._trace.environment import Environment, Surroundings
 from torchpmap._trace.optimizers import NotYet
 from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
-from torchpmap._transforms.call import check_function, name_of
-from torchpmap._transforms.jit_program import JitCall, LoweredProgram, Options, Program
+from torchpmap._transforms.jit_program import (
+    JitCall,
+    JitOptions,
+    LoweredProgram,
+    Options,
+    Program,
+    make_options,
+)
 from torchpmap._transforms.jit_transforms import Body, Outline
-from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, outside_dynamo
+from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, map_with, outside_dynamo
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import peek_key, streams_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_Kind = TypeVar("_Kind", Program, Outline)
 
 _MAX_PROGRAMS = 8
 """Of one kind of call, that differ in what they close over."""
 _MAX_KINDS = 256
 """Of calls, whose programs are kept."""
+_BY_OPERATION = "operation by operation"
 _BY_NAME = (Optimizer, LRScheduler, torch.amp.GradScaler)
 """What changes in each step: of these the code's own reads are watched."""
+
+
+_Known = tuple[Any, Surroundings]
+"""What runs a kind of call (None: the function itself), and what it reads from outside."""
 
 
 class Jitted(Generic[_P, _R]):
@@ -68,32 +78,18 @@ class Jitted(Generic[_P, _R]):
 
     __wrapped__: Callable[_P, _R]
 
-    def __init__(
-        self,
-        fun: Callable[_P, _R],
-        compile: Any,
-        fullgraph: bool,
-        timeout: float | None,
-        out_shardings: Any,
-    ) -> None:
+    def __init__(self, fun: Callable[_P, _R], options: Options) -> None:
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
         self._fun: Callable[..., Any] = fun
-        if out_shardings is not None:
-            self._fun = functools.partial(_laid_out, fun, out_shardings)
-        self._given = compile, fullgraph, timeout, out_shardings
-        backend = parse_compile(compile)
-        self._is_traced = backend is not None
-        self._options = Options(name_of(fun), defined_at(fun), backend or EAGER, timeout)
-        self._fullgraph = fullgraph
-        self._has_refused = False
+        if options.out_shardings is not None:
+            self._fun = functools.partial(_laid_out, fun, options.out_shardings)
+        self._options = replace(options, where=defined_at(fun))
+        self._is_traced = options.backend is not None
         self._lock = threading.RLock()
-        self._programs: dict[Hashable, list[tuple[Program | Outline, list[Environment]]]] = {}
-        """With each, what it reads from outside, and what the objects among its arguments lead to.
-        The latest is first: ``train()`` and ``eval()`` take turns.
-        """
+        self._programs: dict[Hashable, list[_Known]] = {}
+        """The latest is first: ``train()`` and ``eval()`` take turns."""
         self._traces = Retraces()
-        self._untraceable: set[Hashable] = set()
         self._environment = Environment(fun, by_name=_BY_NAME)
         self._runtime: Any = None
         self._make: Callable[..., Program] = Program
@@ -103,7 +99,7 @@ class Jitted(Generic[_P, _R]):
         return f"<jit of {self._options.name}>"
 
     def __reduce__(self) -> Any:
-        return Jitted, (self.__wrapped__, *self._given)
+        return Jitted, (self.__wrapped__, self._options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -115,7 +111,7 @@ class Jitted(Generic[_P, _R]):
         if self._is_part():
             return self.__wrapped__(*args, **kwargs)
         if not self._is_traced and (is_transformed() or not config.sought):
-            recording.lacks(self._options.prefix, "operation by operation")
+            recording.lacks(self._options.prefix, _BY_OPERATION)
             fun = self.__wrapped__ if is_transformed() else self._fun
             return cast(_R, fun(*args, **kwargs))
         try:
@@ -157,22 +153,14 @@ class Jitted(Generic[_P, _R]):
             if config.sought and program.has_effects:
                 return self._by_operation(args, kwargs)
             return program.run(call.tensors)
-        if program is not None and not self._has_refused:
-            because = (
-                "an argument shares its value with another, or with what the function closes over, "
-                "and the function writes to one of them."
-            )
-            if self._fullgraph:
-                raise TraceError(f"{self._options.prefix}: fullgraph=True, but {because}")
-            self._has_refused = True
-            warn(
-                f"{self._options.prefix}: running operation by operation, which is slower, because "
-                + because
-            )
+        if program is not None:
+            reason = "it writes to an argument that shares its value with another or a closure"
+            verdict = Untraceable(reason, self._options.where, "a copy of one of them")
+            self._traces.untraced(self._options, verdict, _BY_OPERATION)
         return self._by_operation(args, kwargs)
 
     def _by_operation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recording.lacks(self._options.prefix, "operation by operation")
+        recording.lacks(self._options.prefix, _BY_OPERATION)
         if config.sought:
             return nans.stepped(self._fun, args, kwargs)
         return self._fun(*args, **kwargs)
@@ -184,7 +172,7 @@ class Jitted(Generic[_P, _R]):
         outline = self._program(call, make)
         return self.__wrapped__(*args, **kwargs) if outline is None else outline.call(call.tensors)
 
-    def _program(self, call: JitCall, make: Callable[..., _Kind]) -> _Kind | None:
+    def _program(self, call: JitCall, make: Callable[..., Any]) -> Any:
         """What runs a call; None: the function itself, operation by operation."""
         structure, kinds = call.structure, tuple(map(_leaf_key, call.leaves))
         modes = torch.is_grad_enabled(), make is self._make
@@ -193,53 +181,63 @@ class Jitted(Generic[_P, _R]):
         if runtime is not self._runtime:
             self._forget(runtime)
         found = self._found(key, call)
-        if found is not None or key in self._untraceable:
-            return found
-        with self._lock, waiting(None):
-            found = self._found(key, call)  # another thread may have traced it
-            return self._traced(key, call, make) if found is None else found
+        if found is None:
+            with self._lock, waiting(None):
+                found = self._found(key, call)  # another thread may have traced it
+                if found is None:
+                    found = self._traced(key, call, make)
+        return found[0]
 
-    def _found(self, key: Hashable, call: JitCall) -> Any:
+    def _found(self, key: Hashable, call: JitCall) -> _Known | None:
         programs = self._programs.get(key, [])
         for place, entry in enumerate(tuple(programs)):
-            program, environments = entry
-            if program.holds(call.tensors) and not any(x.changed() for x in environments):
+            program, surroundings = entry
+            if program is None:  # the last one
+                return entry
+            if program.holds(call.tensors) and not surroundings.changed():
                 if place:
                     with self._lock:
                         programs.sort(key=lambda each: each is not entry)
-                return program
+                return entry
         return None
 
-    def _traced(self, key: Hashable, call: JitCall, make: Callable[..., _Kind]) -> _Kind | None:
-        self._note(call)
+    def _traced(self, key: Hashable, call: JitCall, make: Callable[..., Any]) -> _Known:
+        self._note(call, make is not self._make)
         objects = tuple(call.objects())
-        environments: list[Environment] = [self._environment]
+        own: list[Environment] = []
         if objects:
-            environments.append(Environment(self.__wrapped__, objects, by_name=_BY_NAME))
-        with ExitStack() as stack:
-            for environment in environments:
-                stack.enter_context(environment.tracing())
-            reached = [x for each in environments for x in each.objects()]
+            own.append(Environment(self.__wrapped__, objects, by_name=_BY_NAME))
+        surroundings = Surroundings([self._environment, *own])
+        with surroundings.tracing():
+            reached = surroundings.objects()
             snapshot = Snapshot(reached, _BY_NAME)
             try:
                 optimizers = [x for x in reached if isinstance(x, Optimizer)]
-                program: _Kind = make(call, self._options, optimizers)
+                program = make(call, self._options, optimizers)
                 self._refuse_leaks(snapshot)
             except BaseException as error:
                 snapshot.restore()
                 if not isinstance(error, Untraceable):
                     raise
-                self._give_up(key, error)
-                return None
-        programs = self._programs.setdefault(key, [])
-        noted = [self._environment.copy(), *environments[1:]]
-        programs.insert(0, (program, noted))
+                nothing = None, surroundings
+                if not isinstance(error, NotYet):
+                    self._traces.untraced(self._options, error, _BY_OPERATION)
+                    self._keep(key, nothing)
+                return nothing
+        noted = Surroundings([self._environment.copy(), *own])
         if isinstance(program, Outline):
             program.surroundings = noted
-        del programs[_MAX_PROGRAMS:]
+        self._keep(key, (program, noted))
+        return program, noted
+
+    def _keep(self, key: Hashable, known: _Known) -> None:
+        programs = self._programs.setdefault(key, [])
+        is_last = known[0] is None
+        programs.insert(len(programs) if is_last else 0, known)
+        if len(programs) > _MAX_PROGRAMS:
+            del programs[-2 if is_last else -1]
         if len(self._programs) > _MAX_KINDS:
             del self._programs[next(iter(self._programs))]
-        return program
 
     def _refuse_leaks(self, snapshot: Snapshot) -> None:
         name = snapshot.leaked()
@@ -250,36 +248,20 @@ class Jitted(Generic[_P, _R]):
                 "buffer.copy_(value), or return the value",
             )
 
-    def _note(self, call: JitCall) -> None:
+    def _note(self, call: JitCall, is_outline: bool) -> None:
         """Count a trace, and warn if there are too many."""
-        paths = call.structure.paths("argument")
-        kinds = dict(zip(paths, map(_described, call.leaves), strict=True))
-        warning = self._traces.note(kinds)
+        named = dict(zip(call.structure.paths("argument"), call.leaves, strict=True))
+        tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
+        places = {name: x._alive()[0] for name, x in tensors.items() if type(x) is ShardedTensor}
+        kinds: dict[str, Hashable] = {name: _described(x) for name, x in named.items()}
+        kinds |= {f"requires_grad of {name}": x.requires_grad for name, x in tensors.items()}
+        kinds |= {"grad mode": torch.is_grad_enabled(), "a transform around it": is_outline}
+        self._traces.tell(self._options, kinds, places)
         self.num_traces += 1
-        if warning is not None:
-            warn(f"{self._options.prefix}: {warning}")
-
-    def _give_up(self, key: Hashable, verdict: Untraceable) -> None:
-        """Raise if the function must be traced; else warn that it runs operation by operation."""
-        if isinstance(verdict, NotYet):
-            return
-        prefix = self._options.prefix
-        because = f"{verdict.where}: {verdict.reason}. Use {verdict.instead}"
-        if self._fullgraph:
-            raise TraceError(
-                f"{prefix}: fullgraph=True, but the function cannot be traced: at {because}, "
-                "or drop fullgraph to run it operation by operation."
-            ) from verdict.__cause__
-        self._untraceable.add(key)
-        warn(
-            f"{prefix}: running operation by operation, which is slower, because of "
-            f"{because}, or pass compile=False to silence this warning."
-        )
 
     def _forget(self, runtime: Any) -> None:
         self._programs.clear()
         self._traces.clear()
-        self._untraceable.clear()
         self._runtime = runtime
 
 
@@ -287,8 +269,7 @@ class _Derived(Jitted[..., Any]):
     """A derivative or a batched form of a jitted function, on tensors that no transform follows."""
 
     def __init__(self, of: Jitted[..., Any], body: Body, alike: Sequence[int]) -> None:
-        compile, fullgraph, timeout, _ = of._given
-        super().__init__(_no_surroundings, compile, fullgraph, timeout, None)
+        super().__init__(_no_surroundings, replace(of._options, out_shardings=None))
         self._options = of._options
         self._fun = lambda *tensors: body(tensors)
         self._make = functools.partial(Program, alike=alike)
@@ -326,22 +307,10 @@ def _described(leaf: Any) -> str:
 
 
 @overload
-def jit(
-    fun: Callable[_P, _R],
-    *,
-    out_shardings: Any = None,
-    compile: bool | dict[str, Any] = True,
-    fullgraph: bool = False,
-    timeout: float | None = None,
-) -> Jitted[_P, _R]: ...
+def jit(fun: Callable[_P, _R], **options: Unpack[JitOptions]) -> Jitted[_P, _R]: ...
 @overload
 def jit(
-    fun: None = None,
-    *,
-    out_shardings: Any = None,
-    compile: bool | dict[str, Any] = True,
-    fullgraph: bool = False,
-    timeout: float | None = None,
+    fun: None = None, **options: Unpack[JitOptions]
 ) -> Callable[[Callable[_P, _R]], Jitted[_P, _R]]: ...
 @boundary
 def jit(
@@ -401,11 +370,5 @@ def jit(
 
     Source: ``jax.jit`` over sharded arrays; effects are those of torch.
     """
-    options = compile, fullgraph, timeout, out_shardings
-    parse_compile(compile)  # misuse raises here, at the decorator's line
-    return (lambda fun: _jitted(fun, *options)) if fun is None else _jitted(fun, *options)
-
-
-@boundary
-def _jitted(fun: Callable[..., Any], *options: Any) -> Jitted[..., Any]:
-    return Jitted(check_function(fun), *options)
+    settings: dict[str, Any] = dict(locals())
+    return map_with(Jitted, make_options, settings, settings.pop("fun"))

@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,10 @@ from torch.fx import GraphModule
 from torchpmap._base.boundary import boundary
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.autograd import without_derivative
-from torchpmap._plan.lower import Target
+from torchpmap._plan.lower import Pair, Target
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.whole_plan import WholePlans, plans_of
 from torchpmap._runtime.base import Handle
-from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import gather
 from torchpmap._trace.whole_gradient import given_only
@@ -39,50 +39,42 @@ class _Way(NamedTuple):
     """For each leaf, whether it gets a gradient."""
 
 
+@dataclass(eq=False)
 class Derivable:
-    """A graph of whole values with cotangents, and the plans for those that are given.
+    """A graph of whole values with cotangents, and the plans for those that are given."""
 
-    Args:
-        graph: returns results, effects, and the gradients of ``layouts``.
-        inputs, weights, wanted: see ``plans_of``, for all but the gradients.
-        cotangents: the results that have cotangents.
-        layouts: of the leaves.
-    """
+    target: Target
+    graph: GraphModule
+    """Returns results, effects, and the gradients of ``layouts``."""
+    inputs: Sequence[Layout]
+    """This and the next two: see ``plans_of``, for all but the gradients."""
+    weights: Collection[int]
+    wanted: Sequence[Layout | None]
+    cotangents: tuple[int, ...]
+    """The results that have cotangents."""
+    layouts: Sequence[Layout]
+    """Of the leaves."""
 
-    def __init__(
-        self,
-        target: Target,
-        graph: GraphModule,
-        inputs: Sequence[Layout],
-        weights: Collection[int],
-        wanted: Sequence[Layout | None],
-        cotangents: Sequence[int],
-        layouts: Sequence[Layout],
-    ) -> None:
-        self.prefix = target.prefix
-        self._target = target
-        self._graph = graph
-        self._given = inputs, weights
-        self._wanted = wanted
-        self._cotangents = tuple(cotangents)
-        self._layouts = layouts
+    def __post_init__(self) -> None:
         self._ways: dict[tuple[int, ...], _Way] = {}
-        self._expected = self._cotangents
+        self._expected = self.cotangents
 
     def way(self, given: tuple[int, ...]) -> _Way:
         """The one from the cotangents of the results ``given``."""
         if given not in self._ways:
-            places = [k for k, result in enumerate(self._cotangents) if result in given]
-            graph, results = given_only(self._graph, len(self._cotangents), places)
-            reached = [x is not None for x in results[len(self._wanted) :]]
-            layouts = [x for x, has in zip(self._layouts, reached, strict=True) if has]
-            wanted = [*self._wanted, *layouts]
-            plans = plans_of(self._target, graph, *self._given, wanted, given, len(layouts))
+            places = [k for k, result in enumerate(self.cotangents) if result in given]
+            graph, results = given_only(self.graph, len(self.cotangents), places)
+            reached = [x is not None for x in results[len(self.wanted) :]]
+            layouts = [x for x, has in zip(self.layouts, reached, strict=True) if has]
+            wanted = [*self.wanted, *layouts]
+            plans = plans_of(
+                self.target, graph, self.inputs, self.weights, wanted, given, len(layouts)
+            )
             self._ways[given] = _Way(plans, reached)
         return self._ways[given]
 
     def first(self) -> WholePlans:
-        return self.way(self._cotangents).plans
+        return self.way(self.cotangents).plans
 
     def call(
         self, start: Start, held: list[Handle], leaves: Sequence[torch.Tensor]
@@ -103,7 +95,7 @@ class Derivable:
             self._gradients, expected, held, residuals
         )
         ctx.save_for_backward(token)
-        others = [x for k, x in enumerate(results) if k not in self._cotangents]
+        others = [x for k, x in enumerate(results) if k not in self.cotangents]
         ctx.mark_non_differentiable(*others)
         return tuple(results)
 
@@ -116,18 +108,17 @@ class Derivable:
     ) -> list[tuple[Layout, Handle] | None]:
         given = tuple(k for k, x in enumerate(cotangents) if x is not None)
         if not given:
-            return [None] * len(self._layouts)
+            return [None] * len(self.layouts)
         plans, reached = self.way(given)
-        backward = plans.backward
-        assert backward is not None
-        with self._target.settings():
+        assert plans.backward is not None
+        pair = Pair(plans.forward, plans.backward)
+        with self.target.settings():
             if given != expected:  # its effects are those of the call, which has had them
-                residuals = plans.forward.run(list(held))[len(plans.forward.outputs) :]
+                _, residuals = pair.run(list(held))
                 self._expected = given
-            layouts = [plans.forward.outputs[k] for k in given]
             tensors = [x for x in cotangents if x is not None]
-            handles = backward.run([*residuals, *handles_of(tensors, layouts)])
-        found = zip(backward.outputs, handles, strict=True)
+            layouts = [pair.forward.outputs[k] for k in given]
+            found = iter(pair.gradients(residuals, tensors, layouts))
         return [next(found) if has else None for has in reached]
 
 
@@ -137,7 +128,7 @@ class _Call(torch.autograd.Function):
         ctx: Any, derivable: Derivable, start: Start, held: list[Handle], *leaves: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.prefix = derivable.prefix
+        ctx.prefix = derivable.target.prefix
         ctx.are_sharded = [type(leaf) is ShardedTensor for leaf in leaves]
         return derivable.forward(ctx, start, held)
 

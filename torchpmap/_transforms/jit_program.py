@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -15,9 +15,7 @@ from torch.autograd.graph import increment_version
 from torchpmap._base.ambient import ambient, for_graph
 from torchpmap._base.devices import Device
 from torchpmap._base.pytree import flatten, flatten_call
-from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
-from torchpmap._plan.lower import Target
 from torchpmap._plan.plan import Captured, Drawn, Plan
 from torchpmap._plan.stages import LoweredPlan
 from torchpmap._plan.whole_plan import grid_of, plans_of
@@ -31,11 +29,12 @@ from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded
 from torchpmap._sharded.transfer import gather
 from torchpmap._sharded.views import is_linked, linked, write
 from torchpmap._trace.capture import is_real
-from torchpmap._trace.compile import Backend
+from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.graphs import results_of
 from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
+from torchpmap._transforms.call import CallOptions
 from torchpmap._transforms.jit_gradient import Derivable, overwritten
 from torchpmap._transforms.jit_values import (
     RESULT,
@@ -53,23 +52,30 @@ from torchpmap.random._streams import new_seed
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CallOptions):
     """What ``jit`` was given."""
 
-    name: str
-    where: str
+    out_shardings: Any
+    where: str = ""
     """``file:line`` of the function."""
-    backend: Backend
-    timeout: float | None
 
     @property
     def prefix(self) -> str:
         return f"jit({self.name})"
 
-    def target(self, grid: Grid, seed: torch.Tensor, names: tuple[str, ...]) -> Target:
-        settings = for_graph(ambient())  # its casts are in the graph already
-        options = self.prefix, self.name, grid, self.backend, seed, settings, self.timeout
-        return Target(*options, what=f"`{self.name}`", where=self.where, names=names)
+
+class JitOptions(TypedDict, total=False):
+    """The keyword arguments of ``jit``, for its overloads; its docstring explains them."""
+
+    out_shardings: Any
+    compile: bool | dict[str, Any]
+    fullgraph: bool
+    timeout: float | None
+
+
+def make_options(name: str, *, compile: Any, **others: Any) -> Options:
+    """The settings of ``jit``, checked; ``others``: those that stay as they are."""
+    return Options(name=name, backend=parse_compile(compile), **others)
 
 
 class JitCall:
@@ -184,14 +190,14 @@ class Program:
         wanted = [*self._wished(traced, [tensors[k] for k in alike]), *kept]
         paths = zip(self._tree.paths("result"), self._values, strict=True)
         names = tuple(path for path, value in paths if value is RESULT)
-        target = options.target(grid, seed, names)
+        settings = for_graph(ambient())  # its casts are in the graph already
+        target = options.target(grid, seed, settings, options.where, names=names)
         given = target, traced.graph, inputs, weights, wanted
         self._derivable = None
         try:
             if traced.pulled:
-                self._derivable = Derivable(
-                    *given, traced.cotangents, list(map(place, traced.pulled))
-                )
+                layouts = list(map(place, traced.pulled))
+                self._derivable = Derivable(*given, tuple(traced.cotangents), layouts)
             plans = self._derivable.first() if self._derivable else plans_of(*given)
             self.plan, self.resharded = plans.forward, plans.resharded
         except NotOnBlocks as error:

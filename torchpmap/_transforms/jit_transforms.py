@@ -11,6 +11,7 @@ it begins with what the call has left on the devices.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from torchpmap._base.ambient import ambient, applied, in_force
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import flatten
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
@@ -29,11 +31,12 @@ from torchpmap._base.torch_internals import (
     torch_function_off,
 )
 from torchpmap._plan.autograd import call_function
-from torchpmap._plan.derivatives import OutDims, PullBack, Tensors, is_inexact, whole
-from torchpmap._plan.mapped_program import Surroundings, other_closures, other_surroundings
+from torchpmap._plan.derivatives import Function, OutDims, PullBack, Tensors, whole
+from torchpmap._plan.mapped_program import other_closures, other_surroundings
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._trace.capture import Exchange, Substitute, is_real
+from torchpmap._trace.environment import Surroundings
 from torchpmap._trace.graphs import results_of
 from torchpmap._trace.transformable import jvp_of, vjp_of
 from torchpmap._trace.untraceable import Untraceable
@@ -47,40 +50,31 @@ Make = Callable[[Body, tuple[int, ...]], Body]
 """A body -> the same as programs; with the inputs whose gradients its first results are."""
 
 
-class WholeFunction:
-    """A function of whole tensors; see ``_plan/autograd.Function``."""
+class WholeFunction(Function):
+    """A function of whole tensors."""
 
     def __init__(
         self,
         make: Make,
         body: Body,
-        inputs: Sequence[torch.dtype],
-        outputs: Sequence[torch.dtype],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
         settings: Callable[[], AbstractContextManager[Any]],
-        keys: tuple[int, ...] = (),
-        mirrored: tuple[int, ...] = (),
     ) -> None:
-        """``keys``, ``mirrored``: as of a ``Differentiable``."""
-        self.settings = settings
-        self._make, self._body = make, body
-        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
-        self._keys, self._mirrored = keys, mirrored
-        self._program = make(body, mirrored)
-        self._derived: dict[Any, WholeFunction] = {}
+        super().__init__(inputs, settings)
+        self._make, self._body, self._outputs = make, body, outputs
+
+    @functools.cached_property
+    def _program(self) -> Body:
+        return self._make(self._body, self.mirrored)
 
     @property
-    def num_outputs(self) -> int:
-        return len(self._outputs)
-
-    def inexact_inputs(self) -> tuple[int, ...]:
-        return tuple(k for k, dtype in enumerate(self._inputs) if is_inexact(dtype))
-
-    def inexact_outputs(self) -> tuple[int, ...]:
-        return tuple(k for k, dtype in enumerate(self._outputs) if is_inexact(dtype))
+    def outputs(self) -> Sequence[torch.Tensor]:
+        return self._outputs
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
         results = list(map(_alone, self._program(list(map(_detached, tensors)))))
-        for position, source in enumerate(self._mirrored):
+        for position, source in enumerate(self.mirrored):
             result, original = results[position], tensors[source]
             if type(result) is ShardedTensor and type(original) is not ShardedTensor:
                 results[position] = whole(*result._alive()).to(original.device)
@@ -112,32 +106,24 @@ class WholeFunction:
 
         return list(map(_alone, results)), pull_back
 
-    def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> WholeFunction:
-        count = len(self._inputs)
+    def _pull(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Body:
+        count = len(self.layouts)
 
         def pull(tensors: Tensors) -> list[torch.Tensor]:
             primals, cotangents = tensors[:count], tensors[count:]
             return vjp_of(self._body, primals, wanted, given, cotangents, set())
 
-        inputs = [*self._inputs, *(self._outputs[k] for k in given)]
-        outputs = [self._inputs[k] for k in wanted]
-        return self._derive(("vjp", wanted, given), pull, inputs, outputs, wanted)
+        return pull
 
-    def jvp(self, given: tuple[int, ...]) -> WholeFunction:
-        count = len(self._inputs)
-
-        def push(tensors: Tensors) -> list[torch.Tensor]:
-            return jvp_of(self._body, tensors[:count], given, tensors[count:])[1]
-
-        inputs = [*self._inputs, *(self._inputs[k] for k in given)]
-        outputs = [self._outputs[k] for k in self.inexact_outputs()]
-        return self._derive(("jvp", given), push, inputs, outputs, self._mirrored)
+    def _push(self, given: tuple[int, ...]) -> Body:
+        count = len(self.layouts)
+        return lambda tensors: jvp_of(self._body, tensors[:count], given, tensors[count:])[1]
 
     def batched(
         self, info: Any, dims: Sequence[int | None], tensors: Tensors
     ) -> tuple[WholeFunction, list[torch.Tensor], OutDims]:
         over, moved = list(dims), list(tensors)
-        for k in self._keys:
+        for k in self.keys:
             if over[k] is None:
                 moved[k], is_batched = batched_key(moved[k], info)
                 over[k] = moved[k].dim() - 1 if is_batched else None
@@ -150,22 +136,13 @@ class WholeFunction:
             return list(torch.func.vmap(row, tuple(over), 0, randomness="same")(*tensors))
 
         key = ("vmap", tuple(over))
-        derived = self._derive(key, rows, self._inputs, self._outputs, self._mirrored)
+        derived = self._derive(key, self.mirrored, rows, self.layouts, self._outputs)
         return derived, moved, lambda results: [0] * len(results)
 
-    def _derive(
-        self,
-        key: Any,
-        body: Body,
-        inputs: Sequence[torch.dtype],
-        outputs: Sequence[torch.dtype],
-        mirrored: tuple[int, ...],
+    def _made(
+        self, key: Any, body: Body, inputs: Sequence[Any], outputs: Sequence[Any]
     ) -> WholeFunction:
-        if key not in self._derived:
-            settings, keys = self.settings, self._keys
-            made = WholeFunction(self._make, body, inputs, outputs, settings, keys, mirrored)
-            self._derived[key] = made
-        return self._derived[key]
+        return WholeFunction(self._make, body, inputs, outputs, self.settings)
 
 
 class Outline:
@@ -179,7 +156,7 @@ class Outline:
         self, call: JitCall, options: Options, optimizers: Sequence[Any], make: Make
     ) -> None:
         self._call, self._prefix = call.without_tensors(), options.prefix
-        self.surroundings: Sequence[Surroundings] = ()
+        self.surroundings = Surroundings(())
         """What it reads from outside, as of the trace."""
         self._grad_mode = torch.is_grad_enabled()
         with outside_transforms():
@@ -200,15 +177,16 @@ class Outline:
         self._asked = [(x, layout_of_gradient(x)) for x, _ in traced.asked]
         self._has_key = any(x is seed for x in traced.captured)
         self._closures = [x for x in self._met if x.requires_grad]
-        outputs = [node.meta["val"].dtype for node in results_of(traced.graph.graph)]
-        inputs = [x.dtype for x in (*kinds, *([seed] if self._has_key else ()), *self._closures)]
-        keys = (len(kinds),) if self._has_key else ()
+        made = [node.meta["val"].dtype for node in results_of(traced.graph.graph)]
+        outputs = [torch.empty(0, dtype=dtype, device="cpu") for dtype in made]
+        inputs = [*kinds, *([seed] if self._has_key else ()), *self._closures]
         around = ambient()
 
         def settings() -> AbstractContextManager[Any]:
             return nullcontext() if in_force(around) else applied(around)
 
-        self._function = WholeFunction(make, self._body, inputs, outputs, settings, keys)
+        self._function = WholeFunction(make, self._body, inputs, outputs, settings)
+        self._function.keys = (len(kinds),) if self._has_key else ()
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all is as it was when the function was traced, but for values."""
@@ -218,18 +196,17 @@ class Outline:
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Any:
         given = [*tensors, *([draw_key()] if self._has_key else ()), *self._closures]
-        results = call_function(self._function, given) if self._function.num_outputs else []
+        results = call_function(self._function, given) if self._function.outputs else []
         return self._tree.unflatten(returned(self._values, results, tensors))
 
     def _body(self, tensors: Tensors) -> list[torch.Tensor]:
         """The function of its arguments, the key of a call, and what it closes over."""
-        if any(each.changed() for each in self.surroundings):
+        if self.surroundings.changed():
             raise RuntimeError(other_surroundings(self._prefix))
         count = len(tensors) - len(self._closures)
         exchange = Exchange(self._closures, tensors[count:])
         with ExitStack() as stack:
-            for each in self.surroundings:
-                stack.enter_context(each.tracing())
+            stack.enter_context(self.surroundings.tracing())
             if self._has_key:
                 count -= 1
                 stack.enter_context(streams_of(tensors[count]))
@@ -261,7 +238,7 @@ def _not_of_transforms(x: torch.Tensor) -> torch.Tensor:
 
 
 def _has_tangent(x: torch.Tensor) -> bool:
-    return is_inexact(x.dtype) and forward_ad.unpack_dual(x).tangent is not None
+    return is_inexact(x) and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _refuse_effects(traced: WholeTrace, where: str) -> None:

@@ -61,7 +61,14 @@ from torchpmap._trace import recording
 from torchpmap._trace.compile import EAGER
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
-from torchpmap._transforms.call import MapOptions, Static, takes_keywords
+from torchpmap._transforms.call import (
+    CallOptions,
+    MapOptions,
+    Static,
+    check_function,
+    name_of,
+    takes_keywords,
+)
 from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
 
 _P = ParamSpec("_P")
@@ -126,6 +133,8 @@ class Mapped(Generic[_P, _R]):
     """Of a bound method; no part of the dict, which all handles of the method share."""
 
     __wrapped__: Callable[_P, _R]
+    _split: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+    """The arguments, with the static ones wrapped."""
     _has_statics = True
     """Whether ``_split`` has something to do."""
     _counts_self = False
@@ -152,15 +161,12 @@ class Mapped(Generic[_P, _R]):
         self._handle: Callable[[], Self | None] = lambda: None
         """Of a bound method, a weak reference to what the caller holds."""
 
+    def __reduce__(self) -> Any:
+        return type(self), (self._fun, self._options)
+
     def _made(self, fun: Callable[..., Any]) -> Any:
         """Another function, mapped as this one is."""
-        raise NotImplementedError
-
-    def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with the static ones wrapped."""
-        raise NotImplementedError
+        return cast(Any, type(self))(fun, self._options)
 
     def _run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any], inside: bool) -> Any:
         """Run a call in the calling process: inside a mapped function, or without devices."""
@@ -201,9 +207,8 @@ class Mapped(Generic[_P, _R]):
             return outside_dynamo(self, *args, **kwargs)
         try:
             if config.sought and nans.is_due():
-                name = self._options.name
-                look = functools.partial(nans.checked, among=self._processes)
-                return cast(_R, look(self, args, kwargs, name, gathered=self._gathered))
+                again: dict[str, Any] = {"among": self._processes, "gathered": self._gathered}
+                return cast(_R, nans.checked(self, args, kwargs, self._options.name, **again))
             if self._has_statics:
                 args, kwargs = cast(Any, self._split(args, kwargs))
             is_inside = bool(axis_stack.bound() or (num_modes() and is_traced()))
@@ -399,3 +404,23 @@ def _leaf_key(leaf: Any) -> Hashable:
     if hasattr(leaf, "__dlpack__"):
         return kind, tuple(leaf.shape), str(leaf.dtype)
     return kind
+
+
+def map_with(
+    kind: Callable[..., Any],
+    check: Callable[..., CallOptions],
+    settings: dict[str, Any],
+    fun: Callable[..., Any] | None,
+) -> Any:
+    """``fun``, made to what a front end makes with these settings; without it, a decorator."""
+
+    @boundary
+    def decorator(fun: Callable[..., Any]) -> Any:
+        if is_dynamo_compiling():
+            break_graph(NO_PART_OF_A_GRAPH)
+        return kind(check_function(fun), check(name_of(fun), **settings))
+
+    if fun is None:
+        check("<function>", **settings)  # misuse raises here, at the decorator's line
+        return decorator
+    return decorator(fun)

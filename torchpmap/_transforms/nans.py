@@ -43,6 +43,7 @@ from torchpmap._loops.surroundings import steps
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.current import job_runtime, process_count, process_index
 from torchpmap._sharded.tensor import ShardedTensor, spans_processes
+from torchpmap._trace.effects import wide
 from torchpmap._trace.environment import named_tensors
 
 UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
@@ -213,25 +214,26 @@ def _count(x: torch.Tensor, sought: Sequence[str]) -> str:
 
 
 def _listed(inputs: Sequence[torch.Tensor]) -> list[str]:
-    return [f"  input {k}: {_described(x)}" for k, x in enumerate(inputs)]
+    return [f"  input {k}: {described(x)}" for k, x in enumerate(inputs)]
 
 
-def _described(x: torch.Tensor) -> str:
-    """Kind and range of a tensor."""
-    kind, x = kind_of(x.shape, x.dtype), x.detach()
-    if not x.numel() or x.dtype == torch.bool:
+def described(*blocks: torch.Tensor, between: str = ", ") -> str:
+    """Kind and range of a tensor, which may be in blocks."""
+    first = blocks[0]
+    kind = kind_of(first.shape, first.dtype)
+    if not any(x.numel() for x in blocks) or first.dtype == torch.bool:
         return kind
-    if not is_inexact(x):
-        return f"{kind}, from {int(x.min())} to {int(x.max())}"
-    sizes = (x.abs() if x.is_complex() else x).double()
+    given = [x.detach().abs() if x.is_complex() else x.detach() for x in blocks]
+    sizes = torch.cat([wide(x).flatten() for x in given])
     finite, infinite = sizes.isfinite(), sizes.isinf()
     low = float(torch.where(finite, sizes, torch.inf).min())
     high = float(torch.where(finite, sizes, -torch.inf).max())
-    parts = [f"{'sizes ' if x.is_complex() else ''}from {low:g} to {high:g}"] * (low <= high)
+    form = "g" if is_inexact(first) else ".0f"
+    parts = [f"{'sizes ' * first.is_complex()}from {low:{form}} to {high:{form}}"] * (low <= high)
     for name, each in ("NaN", sizes.isnan()), ("infinity", infinite):
         count = int(each.sum())
         parts += [f"{count} {name}"] * bool(count)
-    return f"{kind}, {', '.join(parts)}"
+    return f"{kind}{between}{', '.join(parts)}"
 
 
 # -- runs ------------------------------------------------------------------------------------------

@@ -7,17 +7,15 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
-from torchpmap._base.torch_internals import break_graph
 from torchpmap._layout import axis_stack
 from torchpmap._transforms import nans
 from torchpmap._transforms.arguments import Options, PmapOptions, make_options, split_statics
-from torchpmap._transforms.call import Static, check_function, name_of
+from torchpmap._transforms.call import Static
 from torchpmap._transforms.inline import run_here, run_inline
-from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, Mapped
+from torchpmap._transforms.mapped import Mapped, map_with
 from torchpmap._transforms.row_preparation import RowPreparation
 
 _P = ParamSpec("_P")
@@ -37,22 +35,12 @@ class Pmapped(Mapped[_P, _R]):
     def __init__(self, fun: Callable[_P, _R], options: Options) -> None:
         inner = fun._preparation if isinstance(fun, Pmapped) else None
         super().__init__(fun, options, RowPreparation(fun, options, inner))
+        self._split = functools.partial(split_statics, options)
         self._has_statics = bool(options.static_argnums or options.static_argnames)
         self._counts_self = 0 in options.static_argnums  # the caller counts self, as in JAX
 
     def __repr__(self) -> str:
         return f"<pmap of {self._options.name} over axis {self._options.axis_name!r}>"
-
-    def __reduce__(self) -> Any:
-        return Pmapped, (self._fun, self._options)
-
-    def _made(self, fun: Callable[..., Any]) -> Any:
-        return Pmapped(fun, self._options)
-
-    def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return split_statics(self._options, args, kwargs)
 
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         call = self._preparation.arguments_of(*self._split(args, kwargs))
@@ -174,15 +162,4 @@ def pmap(
     Source: ``jax.pmap``; differences are listed in docs/from_jax.md.
     """
     settings: dict[str, Any] = dict(locals())
-    del settings["fun"]
-    if fun is None:
-        make_options("<function>", **settings)  # misuse raises here, at the decorator's line
-        return functools.partial(_mapped, settings)
-    return _mapped(settings, fun)
-
-
-@boundary
-def _mapped(settings: dict[str, Any], fun: Callable[_P, _R]) -> Pmapped[_P, _R]:
-    if is_dynamo_compiling():
-        break_graph(NO_PART_OF_A_GRAPH)
-    return Pmapped(check_function(fun), make_options(name_of(fun), **settings))
+    return map_with(Pmapped, make_options, settings, settings.pop("fun"))

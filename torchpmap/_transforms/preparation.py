@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import reprlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from torchpmap._base import log
-from torchpmap._base.ambient import KEYED, ambient, keyed
-from torchpmap._base.devices import Device
-from torchpmap._base.errors import TraceError, kind_of, warn
+from torchpmap._base.ambient import ambient, keyed
+from torchpmap._base.errors import kind_of, warn
 from torchpmap._base.sources import defined_at
 from torchpmap._base.torch_internals import is_transformed
 from torchpmap._layout.grid import Grid
@@ -27,8 +24,7 @@ from torchpmap._plan.plan import Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import check_open, host_tensor
-from torchpmap._trace.compile import EAGER
-from torchpmap._trace.environment import Environment
+from torchpmap._trace.environment import Environment, Surroundings
 from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Program
 from torchpmap._trace.repetition import unrolled
@@ -43,39 +39,12 @@ _MAX_DESCRIBED = 8
 """How many arguments a note or a log names."""
 
 
-class _Surroundings:
-    """What a function reads in calls of one kind."""
-
-    def __init__(self, environments: Sequence[Environment], statics: Sequence[Static]) -> None:
-        self._environments = environments
-        self._statics = statics
-
-    def copy(self) -> _Surroundings:
-        """The same, noted at the same time; later calls may note anew."""
-        environments = [environment.copy() for environment in self._environments]
-        return _Surroundings(environments, self._statics)
-
-    def changed(self) -> bool:
-        """Whether something has changed since it was traced."""
-        if any(environment.changed() for environment in self._environments):
-            return True
-        return not all(static.is_intact() for static in self._statics)
-
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """See ``Environment``."""
-        with contextlib.ExitStack() as stack:
-            for environment in self._environments:
-                stack.enter_context(environment.tracing())
-            yield
-
-
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """One key's answer: what to run and where each leaf of the call goes."""
 
     plan: Plan | UncompiledPlan
-    surroundings: _Surroundings
+    surroundings: Surroundings
     positions: tuple[int, ...]
     """Leaves that travel as blocks."""
     layouts: tuple[Layout, ...]
@@ -117,11 +86,9 @@ class Preparation(Generic[_Call]):
         """As of the traces of all plans."""
         self._plans: dict[Hashable, Plan | UncompiledPlan] = {}
         self._differentiables: dict[Plan | UncompiledPlan, MappedProgram] = {}
-        self._warned: set[str] = set()
         self._told_of_loops = False
         self._seed = new_seed()
         self._retraces = Retraces()
-        self._cleared_because = ""
 
     @property
     def num_plans(self) -> int:
@@ -131,7 +98,7 @@ class Preparation(Generic[_Call]):
     def clear(self, because: str, *, in_new_pool: bool = False) -> None:
         """Forget all plans; ``because``: why, as logs say it."""
         if self._plans:
-            self._cleared_because = because
+            self._retraces.because = because
         self._plans.clear()
         self._differentiables.clear()
         if in_new_pool:
@@ -163,21 +130,18 @@ class Preparation(Generic[_Call]):
             if has_numbers and isinstance(leaf, torch.Tensor):
                 insist(leaf, f"{self.options.prefix}: argument {path}")
         decided = self.decide(call)
-        with self._read_by(call).tracing():
-            return self._plan_for(call, decided)
-
-    def _read_by(self, call: _Call) -> _Surroundings:
-        """What the function reads in a call."""
         statics = [leaf for leaf in call.leaves if isinstance(leaf, Static)]
-        of_statics = [static.environment(self._fun) for static in statics]
-        return _Surroundings([self.environment, *filter(None, of_statics)], statics)
+        own = filter(None, [static.environment(self._fun) for static in statics])
+        intact = [static.is_intact for static in statics]
+        surroundings = Surroundings([self.environment, *own], intact)
+        with surroundings.tracing():
+            return self._plan_for(call, decided, surroundings)
 
-    def _plan_for(self, call: _Call, decided: Decided) -> Prepared:
+    def _plan_for(self, call: _Call, decided: Decided, surroundings: Surroundings) -> Prepared:
         program, grid, layouts = decided.program, decided.grid, decided.layouts
         leaves, paths = call.travelling(call.leaves), tuple(call.travelling(call.paths))
-        refuse_aliased_donation(
-            self.options.prefix, paths, call.donated, leaves
-        )  # before anything is sent
+        # before anything is sent
+        refuse_aliased_donation(self.options.prefix, paths, call.donated, leaves)
         in_place = all(
             type(leaf) is ShardedTensor and leaf._alive()[0].same_place(layout)
             for leaf, layout in zip(leaves, layouts, strict=True)
@@ -196,7 +160,7 @@ class Preparation(Generic[_Call]):
         arguments = _described(call)
         plan = self._plans.get(kind)
         if plan is None or not plan.holds():
-            broken = "" if plan is None else plan.broken_by()
+            broken = plan.broken_by() if isinstance(plan, Plan) else ""
             if plan is not None:
                 self._differentiables.pop(plan, None)
             self._note_trace(call, layouts, arguments, broken)
@@ -204,7 +168,7 @@ class Preparation(Generic[_Call]):
         direct = plan if isinstance(plan, Plan) and plan.has_final_outputs else None
         return Prepared(
             plan,
-            self._read_by(call),
+            surroundings,
             call.positions,
             layouts,
             in_place,
@@ -234,20 +198,8 @@ class Preparation(Generic[_Call]):
         return found
 
     def _target(self, grid: Grid, arguments: str) -> Target:
-        options = self.options
-        backend = EAGER if options.backend is None else options.backend
-        return Target(
-            options.prefix,
-            options.name,
-            grid,
-            backend,
-            self._seed,
-            ambient(),
-            options.timeout,
-            f"`{options.name}`",
-            arguments,
-            defined_at(self._fun),
-        )
+        where = defined_at(self._fun)
+        return self.options.target(grid, self._seed, ambient(), where, arguments)
 
     def _outside(self) -> frozenset[int]:
         """Ids of the tensors that the function can reach, if transforms trace the call; else
@@ -272,18 +224,7 @@ class Preparation(Generic[_Call]):
                 target = self._target(grid, arguments)
                 plan = lower(target, program.run, layouts, self._outside())
             except Untraceable as verdict:
-                if options.fullgraph:
-                    raise TraceError(
-                        f"{options.prefix}: fullgraph=True, but the function cannot be traced: at "
-                        f"{verdict.where}: {verdict.reason}. Use {verdict.instead}, or drop "
-                        "fullgraph to run it without tracing."
-                    ) from verdict.__cause__
-                self._warn_once(
-                    f"{options.prefix}: running without tracing (as compile=False), which is "
-                    f"slower, because of {verdict.where}: {verdict.reason}. Use "
-                    f"{verdict.instead} to compile it, or pass compile=False to silence this "
-                    "warning."
-                )
+                self._retraces.untraced(options, verdict, "without tracing (as compile=False)")
             else:
                 if plan.repeated is not None and not self._told_of_loops:
                     self._told_of_loops = True
@@ -295,27 +236,10 @@ class Preparation(Generic[_Call]):
         self, call: _Call, layouts: Sequence[Layout], arguments: str, broken: str
     ) -> None:
         """Note and log a trace; ``broken``: why the plan for this kind of call does not hold."""
-        kinds: dict[str, Hashable] = {
-            f"argument {path}": _kind(leaf)
-            for path, leaf in zip(call.paths, call.leaves, strict=True)
-        }
-        kinds |= {
-            f"the place of argument {path}": f"{layout.sharding.spec} on {_names(layout.devices)}"
-            for path, layout in zip(call.travelling(call.paths), layouts, strict=True)
-        }
-        kinds |= {f"torch's {s.name}": value for s, value in zip(KEYED, keyed(), strict=True)}
-        if log.is_heard() and self.options.backend is not None:
-            same = self._cleared_because if kinds in self._retraces else ""
-            why = broken or same or self._retraces.why(kinds)
-            log.tell("tracing `%s`%s: %s", self.options.name, arguments and f" ({arguments})", why)
-        complaint = self._retraces.note(kinds)
-        if complaint is not None:
-            warn(f"{self.options.prefix}: {complaint}")
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warn(text)
+        names = [f"argument {path}" for path in call.paths]
+        kinds = dict(zip(names, map(_kind, call.leaves), strict=True))
+        places = dict(zip(call.travelling(names), layouts, strict=True))
+        self._retraces.tell(self.options, kinds, places, arguments, broken)
 
 
 def refuse_aliased_donation(
@@ -339,10 +263,6 @@ def refuse_aliased_donation(
 def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], torch.dtype]:
     tensor = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
     return tuple(tensor.shape), tensor.dtype
-
-
-def _names(devices: Sequence[Device]) -> str:
-    return " ".join(map(str, devices))
 
 
 def _kind(leaf: Any) -> str:

@@ -7,11 +7,9 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 
-from torch.compiler import is_dynamo_compiling
-
 from torchpmap._base.boundary import boundary
 from torchpmap._base.pytree import flatten
-from torchpmap._base.torch_internals import break_graph, innermost, outside_transforms
+from torchpmap._base.torch_internals import innermost, outside_transforms
 from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.mesh import Mesh, PartitionSpec
@@ -19,9 +17,8 @@ from torchpmap._runtime.current import check_devices
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import check_equal_everywhere, host_tensor
 from torchpmap._trace.block_program import BlockProgram, surrounding
-from torchpmap._transforms.call import check_function, name_of
 from torchpmap._transforms.inline import run_here, run_inline
-from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, Mapped
+from torchpmap._transforms.mapped import Mapped, map_with
 from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
 from torchpmap._transforms.specs import (
     INFERRED,
@@ -101,6 +98,7 @@ class ShardMapped(Mapped[_P, _R]):
 
     def __init__(self, fun: Callable[_P, _R], options: BlockOptions) -> None:
         super().__init__(fun, options, BlockPreparation(fun, options))
+        self._split = functools.partial(split_static_leaves, options)
         specs = options.in_specs
         self._has_statics = specs is not INFERRED and None in flatten(specs)[0]
         self._by_mesh: dict[Mesh, ShardMapped[_P, _R]] = {}
@@ -109,9 +107,6 @@ class ShardMapped(Mapped[_P, _R]):
     def __repr__(self) -> str:
         mesh = self._options.mesh
         return f"<shard_map of {self._options.name} over {mesh or 'the mesh of set_mesh'}>"
-
-    def __reduce__(self) -> Any:
-        return ShardMapped, (self._fun, self._options)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         mine = self._options.mesh
@@ -142,14 +137,6 @@ class ShardMapped(Mapped[_P, _R]):
             check_names(options)
             found = self._by_mesh[mesh] = ShardMapped(self._fun, options)
         return found
-
-    def _made(self, fun: Callable[..., Any]) -> Any:
-        return ShardMapped(fun, self._options)
-
-    def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return split_static_leaves(self._options, args, kwargs)
 
     def _run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any], inside: bool) -> Any:
         around = surrounding()
@@ -258,11 +245,9 @@ def shard_map(
     Source: ``jax.shard_map``; differences are listed in docs/from_jax.md.
     """
     settings: dict[str, Any] = dict(locals())
-    del settings["f"]
-    if f is None:
-        make_block_options("<function>", **settings)  # misuse raises here, at the decorator's line
-        return functools.partial(_mapped, settings)
-    return _mapped(settings, f)
+    if f is not None and not callable(f):
+        raise TypeError(f"shard_map takes a callable, but got {f!r} of type {type(f).__name__}.")
+    return map_with(ShardMapped, make_block_options, settings, settings.pop("f"))
 
 
 @boundary
@@ -319,12 +304,3 @@ def _spec_of(axis: Any, axis_name: Hashable, what: str) -> PartitionSpec:
     if axis < 0:
         raise ValueError(f"smap: {what} has the dim {axis}; count it from the front.")
     return PartitionSpec(*[None] * axis, axis_name)
-
-
-@boundary
-def _mapped(settings: dict[str, Any], f: Callable[_P, _R]) -> ShardMapped[_P, _R]:
-    if is_dynamo_compiling():
-        break_graph(NO_PART_OF_A_GRAPH)
-    if not callable(f):
-        raise TypeError(f"shard_map takes a callable, but got {f!r} of type {type(f).__name__}.")
-    return ShardMapped(check_function(f), make_block_options(name_of(f), **settings))

@@ -110,17 +110,10 @@ class BlockArguments(CallArguments):
 
 
 def make_block_options(
-    name: str,
-    mesh: Any,
-    in_specs: Any,
-    out_specs: Any,
-    axis_names: Any,
-    check_vma: bool,
-    compile: Any,
-    fullgraph: bool,
-    donate_argnums: Any,
-    randomness: str,
+    name: str, *, compile: Any, axis_names: Any, donate_argnums: Any, **others: Any
 ) -> BlockOptions:
+    """The settings of ``shard_map``, checked; ``others``: those that stay as they are."""
+    mesh, in_specs = others["mesh"], others["in_specs"]
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(
             f"shard_map: mesh must be a torchpmap.Mesh, but got {mesh!r} of type "
@@ -128,22 +121,17 @@ def make_block_options(
         )
     if in_specs is not INFERRED:
         _check_leaves(in_specs, "in_specs")
-    _check_leaves(out_specs, "out_specs")
+    _check_leaves(others["out_specs"], "out_specs")
     if isinstance(axis_names, str) or not isinstance(axis_names, Iterable):
         raise TypeError(f"shard_map: axis_names must be a set of names, but got {axis_names!r}.")
-    check_randomness("shard_map", randomness)
+    check_randomness("shard_map", others["randomness"])
     options = BlockOptions(
         name=name,
         backend=parse_compile(compile),
-        fullgraph=fullgraph,
-        randomness=randomness,
         timeout=None,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
         axis_names=frozenset(axis_names),
-        check_vma=check_vma,
         donate_argnums=as_tuple(donate_argnums, "shard_map: donate_argnums", int),
+        **others,
     )
     if mesh is not None:
         check_names(options)

@@ -7,7 +7,7 @@ batch dimension is how collectives recognise the axis.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -72,20 +72,20 @@ def vmap(
     @outside_graphs
     @functools.wraps(fun)
     def mapped(*args: _P.args, **kwargs: _P.kwargs) -> Any:
-        leaves, paths, structure = _arguments(fun, args, kwargs)
         axes = axis_spec.broadcast_axes((spec, 0), (args, kwargs), what="vmap in_axes")
-        size = _size(leaves, paths, axes, axis_size)
-        output = _Output(out_axes, axis_name)
+        leaves, structure, size = _arguments(fun, args, kwargs, axes, axis_size)
+        outputs: list[_Output] = []
 
         def rows(index: torch.Tensor, *row: Any) -> list[torch.Tensor]:
             row_args, row_kwargs = structure.unflatten(row)
             axis = Axis(axis_name, size, index, None)
             with nullcontext() if axis_name is None else axis_stack.bind(axis):
-                return output.take(fun(*row_args, **row_kwargs), index.device)
+                outputs.append(_Output(fun(*row_args, **row_kwargs), out_axes))
+                return outputs[-1].stacked(axis_name, index.device)
 
-        index = torch.arange(size, device=_device(leaves))
         over_rows = transform_rules.vmap(rows, (0, *axes), randomness)
-        return output.joined(over_rows(index, *leaves))
+        stacked = over_rows(torch.arange(size, device=_device(leaves)), *leaves)
+        return outputs[-1].joined(stacked)
 
     return mapped
 
@@ -97,58 +97,52 @@ class _Output:
     of ``out_dims=None`` mistakes the batch dimension of an outer vmap for its own.
     """
 
-    def __init__(self, out_axes: Any, axis_name: Hashable) -> None:
-        self._out_axes = out_axes
-        self._axis_name = axis_name
-        self._leaves: list[Any] = []
-        self._axes: list[int | None] = []
-        self._structure: Structure
-
-    def take(self, output: Any, device: torch.device) -> list[torch.Tensor]:
+    def __init__(self, output: Any, out_axes: Any) -> None:
         self._leaves, self._structure = flatten(output)
-        self._axes = axis_spec.broadcast_axes(self._out_axes, output, what="vmap out_axes")
-        stacked = []
-        for i, (leaf, axis) in enumerate(zip(self._leaves, self._axes, strict=True)):
+        self._axes = axis_spec.broadcast_axes(out_axes, output, what="vmap out_axes")
+        self._paths = self._structure.paths("output")
+
+    def stacked(self, axis_name: Hashable, device: torch.device) -> list[torch.Tensor]:
+        found = []
+        for leaf, axis, path in zip(self._leaves, self._axes, self._paths, strict=True):
             if axis is not None:
-                stacked.append(_as_tensor(leaf, self._structure.paths("output")[i], device))
+                found.append(_as_tensor(leaf, path, device))
             elif isinstance(leaf, torch.Tensor) and is_batched(leaf):
                 raise ValueError(
-                    f"vmap has mapped output (axis_name={self._axis_name}) but out_axes is None: "
-                    f"{self._structure.paths('output')[i]} differs from row to row. Reduce it over "
-                    "the axis, or give it an axis in out_axes."
+                    f"vmap has mapped output (axis_name={axis_name}) but out_axes is None: {path} "
+                    "differs from row to row. Reduce it over the axis, or give it an axis in "
+                    "out_axes."
                 )
-        return stacked
+        return found
 
     def joined(self, stacked: list[torch.Tensor]) -> Any:
         rows_first = iter(stacked)
-        leaves = list(self._leaves)
-        for i, axis in enumerate(self._axes):
-            if axis is not None:
-                leaf = next(rows_first)
-                path = self._structure.paths("output")[i]
-                place = axis_spec.canonical_axis(axis, leaf.dim(), what="vmap out_axes", path=path)
-                leaves[i] = leaf.movedim(0, place)
-        return self._structure.unflatten(leaves)
+
+        def whole(leaf: Any, axis: int | None, path: str) -> Any:
+            if axis is None:
+                return leaf
+            rows = next(rows_first)
+            what = "vmap out_axes"
+            return rows.movedim(0, axis_spec.canonical_axis(axis, rows.dim(), what=what, path=path))
+
+        return self._structure.unflatten(list(map(whole, self._leaves, self._axes, self._paths)))
 
 
 def _arguments(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], list[str], Structure]:
-    """(leaves, with arrays as tensors; their paths; their structure)."""
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    axes: list[int | None],
+    axis_size: int | None,
+) -> tuple[list[Any], Structure, int]:
+    """(leaves, with arrays as tensors; their structure; the size of the axis)."""
     leaves, structure = flatten_call(args, kwargs)
     paths = structure.call_paths(axis_spec.argument_names(fun, len(args)))
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, np.ndarray | np.generic):
-            check_array(leaf, f"vmap: argument {paths[position]}")
-            leaves[position] = torch.tensor(leaf)
-    return leaves, paths, structure
-
-
-def _size(
-    leaves: list[Any], paths: Sequence[str], axes: list[int | None], axis_size: int | None
-) -> int:
     described: list[axis_spec.LeafInfo] = []
-    for leaf, path in zip(leaves, paths, strict=True):
+    for position, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
+        if isinstance(leaf, np.ndarray | np.generic):
+            check_array(leaf, f"vmap: argument {path}")
+            leaf = leaves[position] = torch.tensor(leaf)
         if isinstance(leaf, torch.Tensor):
             described.append((path, tuple(leaf.shape), str(leaf.dtype)))
         else:
@@ -161,7 +155,7 @@ def _size(
             else "vmap wrapped function must be passed at least one argument containing an array "
             "or axis_size must be specified, got empty *args=() and **kwargs={}"
         )
-    return size
+    return leaves, structure, size
 
 
 def _device(leaves: list[Any]) -> torch.device | None:

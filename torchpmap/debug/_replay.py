@@ -6,7 +6,7 @@ import contextlib
 import os
 import pdb
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from types import FunctionType
@@ -17,13 +17,11 @@ from torch.fx import Node
 
 from torchpmap._base.ambient import SETTINGS, applied, callers_modes_off
 from torchpmap._base.boundary import boundary
-from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import tree_leaves
 from torchpmap._base.torch_internals import outside_modes, outside_transforms
-from torchpmap._trace.effects import wide
 from torchpmap._trace.graphs import all_nodes, placeholders
 from torchpmap._trace.repetition import file_and_line, place_of
-from torchpmap._transforms.nans import holds
+from torchpmap._transforms.nans import described, holds
 from torchpmap.debug._bisect import (
     Difference,
     Variant,
@@ -134,9 +132,9 @@ class Replay:
         lines += [f"it raised {self.error}"] if self.error else []
         names = placeholders(self._recorded.graph.graph)[facts.uses_index :]
         for node, blocks in zip(names, self._recorded.inputs, strict=True):
-            lines.append(f"input {node.name}: {_described([*blocks.values()])}")
+            lines.append(f"input {node.name}: {described(*blocks.values(), between=' ')}")
         for name, whole in self.results.items():
-            lines.append(f"{name}: {_described([whole])}")
+            lines.append(f"{name}: {described(whole, between=' ')}")
         lines.append(f"first NaN: {self.first_nan or 'none'}")
         return "\n".join([*lines, *(f"note: {each}" for each in self.notes)])
 
@@ -299,16 +297,6 @@ def _shape(recorded: Recorded) -> list[Any]:
     kinds = [[(x.shape, x.dtype) for x in blocks.values()] for blocks in recorded.inputs]
     nodes = [(node.name, str(node.target)) for node in all_nodes(recorded.graph)]
     return [recorded.facts.ranks, kinds, nodes]
-
-
-def _described(blocks: Sequence[torch.Tensor]) -> str:
-    """``"float32[2, 3] from -1 to 2"``"""
-    kind = kind_of(blocks[0].shape, blocks[0].dtype)
-    found = [wide(x) for x in blocks if x.numel() and not x.is_complex()]
-    if not found:
-        return kind
-    low, high = min(float(x.min()) for x in found), max(float(x.max()) for x in found)
-    return f"{kind} from {low:g} to {high:g}"
 
 
 def _stop(step: Step, operation: str) -> None:
