@@ -26,12 +26,12 @@ from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.gather_report import MOVE, note_gather
 from torchpmap._sharded.host import is_recorded
+from torchpmap._sharded.operations import move
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import (
     check_equal_everywhere,
     check_open,
     host_tensor,
-    move,
     places_here,
     store,
 )

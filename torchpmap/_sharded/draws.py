@@ -15,11 +15,11 @@ from torchpmap._base.pytree import tree_map
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, spread_layout
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.gather_report import note_gather
+from torchpmap._sharded.operations import move
 from torchpmap._sharded.strides import strides_of_results
 from torchpmap._sharded.transfer import (
     check_equal_everywhere,
     has_copies,
-    move,
     places_here,
     store,
 )

@@ -18,7 +18,6 @@ from torchpmap._base.torch_internals import LEVEL, forward_state, lazy_bits, unt
 from torchpmap._layout.common_grid import common_grid
 from torchpmap._layout.layout import Layout, spread_layout
 from torchpmap._sharded.arguments import is_by_columns, occurrences
-from torchpmap._sharded.blocks import in_columns
 from torchpmap._sharded.draws import (
     FROM_VALUES,
     draw,
@@ -29,6 +28,7 @@ from torchpmap._sharded.draws import (
 )
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.layers import on_host
+from torchpmap._sharded.spmd import in_columns
 from torchpmap._sharded.strides import strides_of_results
 from torchpmap._sharded.transfer import is_whole_here, store
 from torchpmap._sharded.views import (

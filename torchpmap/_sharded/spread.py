@@ -14,6 +14,7 @@ import itertools
 import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from torchpmap._base.pytree import tree_flatten
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._layout.grid import Cut, block_shape, padded, trimmed
 from torchpmap._sharded.arguments import Slot, Unsupported, facts_of, is_by_columns, plain
-from torchpmap._sharded.blocks import added_and_cut, added_up
 from torchpmap._sharded.choice import chosen
 from torchpmap._sharded.joined import (
     VIEWS,
@@ -36,9 +36,8 @@ from torchpmap._sharded.joined import (
     keeps_rows,
 )
 from torchpmap._sharded.on_blocks import OnBlocks, described
-from torchpmap._sharded.rules.signature import Call, Placement
 from torchpmap._sharded.rules.table import rule_of
-from torchpmap._sharded.spmd import WITHOUT_STRIDES, Emitter
+from torchpmap._sharded.spmd import WITHOUT_STRIDES, Emitter, added_and_cut, added_up
 from torchpmap._sharded.summands import OF_SHAPES, Reshard, Value, carried
 from torchpmap._sharded.trial import Trial, meta
 from torchpmap._sharded.unforeseen import name_of
@@ -286,8 +285,13 @@ class Spread:
             self._bring_back(joined)
             return self._operation(node, node.target)
         by_columns = is_by_columns(func, [source.meta["val"] for source in sources])
-        trial = _trial_of(node, values, by_columns)
-        call, placement = self._chosen(func, arguments, values, trial)
+        trial = _trial_of(node, func, arguments, values, by_columns)
+        call, placement = chosen(
+            partial(described, trial, self.emitter.grid.sizes),
+            {k: value.cut for k, value in enumerate(values)},
+            rule_of(func),
+            weights=[k for k, value in enumerate(values) if value.is_weight],
+        )
         stay = all(v.cut == placement.operands[k] for k, v in enumerate(values) if v.joined)
         if not stay or (rows and placement.results[0][rows.dim :][:1] != (rows.over,)):
             self._bring_back(joined)
@@ -298,7 +302,7 @@ class Spread:
             if sums:
                 raise _Waits(sums)
             over = ()
-        operation = OnBlocks(arguments, trial, call, placement)
+        operation = OnBlocks(trial, call, placement)
         if not operation.fits():
             raise Unsupported
         blocks = [
@@ -314,21 +318,6 @@ class Spread:
             is_weight,
         )
         return replace(results, joined=rows) if rows else results
-
-    def _chosen(
-        self, func: Any, arguments: dict[str, Any], values: Sequence[Value], trial: Trial
-    ) -> tuple[Call, Placement]:
-        """A call, and where its operands and results lie."""
-
-        def call_with(cuts: Mapping[int, Cut]) -> Call:
-            return described(func, arguments, trial, cuts, self.emitter.grid.sizes)
-
-        return chosen(
-            call_with({k: value.cut for k, value in enumerate(values)}),
-            call_with,
-            rule_of(func),
-            [k for k, value in enumerate(values) if value.is_weight],
-        )
 
     def _viewed(self, node: Node, value: Value) -> Value | None:
         """A view that joins rows as each device has them, or takes such rows apart; else None."""
@@ -427,14 +416,16 @@ def _with(cut: Cut, dim: int, over: tuple[int, ...]) -> Cut:
     return trimmed(entries)
 
 
-def _trial_of(node: Node, values: Sequence[Value], by_columns: bool) -> Trial:
+def _trial_of(
+    node: Node, func: Any, arguments: dict[str, Any], values: Sequence[Value], by_columns: bool
+) -> Trial:
     """What is known of a node's call: it was traced."""
     leaves, spec = tree_flatten(node.meta["val"])
     results = tuple(meta(x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor))
     numbers = itertools.count()
     places = tuple(next(numbers) if isinstance(x, torch.Tensor) else None for x in leaves)
     given = [meta(v.shape, v.dtype) for v in values]
-    return Trial(given, (), places, spec, results, True, by_columns)
+    return Trial(func, arguments, given, (), places, spec, results, True, by_columns)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -46,8 +46,9 @@ from torchpmap._sharded.indexing import (
     takes_part_of_a_cut,
     without_masks,
 )
+from torchpmap._sharded.lower import Operation
 from torchpmap._sharded.memory import CPU, STRIDED, Remote, no_sequence
-from torchpmap._sharded.operations import Operation, operation_for, start
+from torchpmap._sharded.operations import operation_for, start
 from torchpmap._sharded.shown import html_of, text_of
 from torchpmap._sharded.strides import (
     QUESTIONS,
@@ -471,13 +472,14 @@ def _on_devices(
     operation: Operation, operands: list[Any], func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Start an operation on the workers; the results may not be computed yet."""
-    made = operation.blueprint
     started = start(operation, ShardedTensor, operands)
-    if made.written:
-        written = [operands[position] for position in made.written]
+    if operation.written:
+        written = [operands[position] for position in operation.written]
         for target, (_, handle) in zip(written, started, strict=False):
             write(target, handle, make_sharded)
-        return made.result([*written, *(make_sharded(*x) for x in started[len(written) :])])
+        return operation.trial.result(
+            [*written, *(make_sharded(*x) for x in started[len(written) :])]
+        )
     if func.is_view:
         theirs = strides_of_results(func, args[0], args[1:])
         results = [make_sharded(*x, strides=y) for x, y in zip(started, theirs, strict=True)]
@@ -492,4 +494,4 @@ def _on_devices(
             results = [make_sharded(*x, order) for x, order in zip(started, orders, strict=True)]
     else:
         results = make_all(*zip(*started, strict=True))
-    return made.result(results)
+    return operation.trial.result(results)

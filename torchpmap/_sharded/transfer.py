@@ -15,7 +15,6 @@ from torchpmap._base.fingerprint import digest, shown
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.current import devices, process_index, runtime
-from torchpmap._sharded.redistribute import redistributed
 
 EQUAL = (
     "Make them equal (torchpmap.multihost.broadcast), or give each process its own rows, as mapped "
@@ -72,15 +71,6 @@ def _blocks(layout: Layout) -> Iterable[tuple[int, tuple[slice, ...]]]:
 def has_copies(layout: Layout) -> bool:
     """Whether several devices hold one block."""
     return len(layout.devices) > sum(1 for _ in _blocks(layout))
-
-
-def move(layout: Layout, handle: Handle, wanted: Layout) -> Handle:
-    """The handle of a value in another layout: its own, if all blocks are in place already."""
-    if layout.same_place(wanted):
-        return handle
-    if is_whole_here(layout):
-        return store(wanted, gather(layout, handle))
-    return redistributed(team_of(wanted), layout, handle, wanted)
 
 
 def places_here(layout: Layout) -> list[int]:

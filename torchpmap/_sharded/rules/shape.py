@@ -63,8 +63,8 @@ def _part(call: Call) -> Signature:
 
     Each device has these dims whole.
     """
-    x = call.arguments.get("self")
-    source = call.arguments.get("src", call.arguments.get("grad_output"))
+    x: Any = call.arguments.get("self")
+    source: Any = call.arguments.get("src", call.arguments.get("grad_output"))
     part = call.results[0] if source is None else source.shape
     whole = x.shape if source is None else call.results[0]
     both = "dim1" in call.arguments
