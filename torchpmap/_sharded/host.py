@@ -29,7 +29,7 @@ from torchpmap._sharded.draws import (
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.layers import on_host
 from torchpmap._sharded.spmd import in_columns
-from torchpmap._sharded.strides import strides_of_results
+from torchpmap._sharded.strides import strides_of_call, strides_of_copy
 from torchpmap._sharded.transfer import is_whole_here, store
 from torchpmap._sharded.views import (
     Make,
@@ -140,12 +140,11 @@ def assign(make: Make, target: Any, index: Any, value: Any) -> None:
 def _copy(operand: Any) -> torch.Tensor:
     """A copy on the host with the same order of dims in memory, which the result inherits."""
     host: torch.Tensor = operand.to_host()
-    if operand.is_contiguous():
+    own = strides_of_copy(operand)
+    if own is None:
         return host
-    source = strides_of_results(torch.ops.aten.clone.default, operand)[0]
-    return torch.empty_strided(host.shape, source.strides, dtype=host.dtype, device="cpu").copy_(
-        host
-    )
+    copy = torch.empty_strided(host.shape, own.strides, dtype=host.dtype, device="cpu")
+    return copy.copy_(host)
 
 
 def _write_back(
@@ -167,7 +166,7 @@ def _view_of(make: Make, parent: Any, func: Any, args: Sequence[Any], result: An
     """Put a view on the devices again, so that a write to it can reach ``parent``."""
     layout = parent._alive()[0]
     leaves, spec = tree_flatten(result)
-    found = strides_of_results(func, parent, args)
+    found = strides_of_call(func, (parent, *args))
     views = []
     for leaf, strides in zip(leaves, found, strict=True):
         wanted = spread_layout(leaf.shape, leaf.dtype, layout.devices)

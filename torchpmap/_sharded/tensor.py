@@ -56,8 +56,9 @@ from torchpmap._sharded.strides import (
     Strides,
     in_whole_memory,
     strides_of,
+    strides_of_call,
     strides_of_computed,
-    strides_of_results,
+    strides_of_copy,
     turn,
 )
 from torchpmap._sharded.transfer import (
@@ -459,13 +460,7 @@ def _shared(func: Any, source: ShardedTensor, memory_format: Any) -> ShardedTens
         twin = _same_strides(source)
         link_alias(twin, source, _same_strides)
         return twin
-    if memory_format in CHANNELS_LAST:
-        orders = strides_of_computed(func, (source,), {"memory_format": memory_format})
-        return make_sharded(*source._alive(), orders[0] if orders else None)
-    if memory_format is torch.contiguous_format or source.is_contiguous():
-        return make_sharded(*source._alive())
-    strides = strides_of_results(_aten.clone.default, source)[0]
-    return make_sharded(*source._alive(), strides=strides)
+    return make_sharded(*source._alive(), strides=strides_of_copy(source, memory_format))
 
 
 def _on_devices(
@@ -480,18 +475,16 @@ def _on_devices(
         return operation.trial.result(
             [*written, *(make_sharded(*x) for x in started[len(written) :])]
         )
-    if func.is_view:
-        theirs = strides_of_results(func, args[0], args[1:])
-        results = [make_sharded(*x, strides=y) for x, y in zip(started, theirs, strict=True)]
-        link_view(results, args[0], func, args[1:])
-    elif func is _aten.new_empty_strided.default:
-        results = [make_sharded(*started[0], args[2])]
+    strides = None
+    if func.is_view or func is _aten.new_empty_strided.default:
+        strides = strides_of_call(func, args, kwargs)
     elif operation.keeps_order:
-        orders = strides_of_computed(func, args, kwargs)
-        if orders is None:
-            results = [make_sharded(*x) for x in started]
-        else:
-            results = [make_sharded(*x, order) for x, order in zip(started, orders, strict=True)]
+        strides = strides_of_computed(func, args, kwargs)
+    if strides is None:
+        results = [make_sharded(*x) for x in started]
     else:
-        results = make_all(*zip(*started, strict=True))
+        pairs = zip(started, strides, strict=True)
+        results = [make_sharded(*x, strides=theirs) for x, theirs in pairs]
+    if func.is_view:
+        link_view(results, args[0], func, args[1:])
     return operation.trial.result(results)
