@@ -128,17 +128,10 @@ def _target(device: Any) -> Target:
     if isinstance(device, Device):
         check_devices([device])
         return device
-    if isinstance(device, NamedSharding):
-        check_devices(device.mesh.devices.flat)
-        return device
-    if isinstance(device, PartitionSpec):
-        mesh = current_mesh()
-        if mesh is None:
-            raise ValueError(
-                f"device_put(x, {device}) needs a mesh. Choose one with torchpmap.set_mesh(mesh), "
-                "or pass torchpmap.NamedSharding(mesh, spec)."
-            )
-        return _target(NamedSharding(mesh, device))
+    if isinstance(device, NamedSharding | PartitionSpec):
+        sharding = sharding_of(device, "device_put")
+        check_devices(sharding.mesh.devices.flat)
+        return sharding
     if _is_list_of_devices(device) and device:
         check_devices(device)
         return tuple(device)
@@ -146,6 +139,24 @@ def _target(device: Any) -> Target:
         "device_put takes a torchpmap Device, a non-empty list of them, a NamedSharding or a "
         f"PartitionSpec, but got {device!r}."
     )
+
+
+def sharding_of(sharding: Any, what: str) -> NamedSharding:
+    """``sharding``, or that of a ``P(...)`` over the mesh of ``set_mesh``."""
+    if isinstance(sharding, NamedSharding):
+        return sharding
+    if not isinstance(sharding, PartitionSpec):
+        raise TypeError(
+            f"{what} takes a NamedSharding or a P(...), but got {sharding!r}: "
+            'NamedSharding(mesh, P("x")) names the mesh.'
+        )
+    mesh = current_mesh()
+    if mesh is None:
+        raise ValueError(
+            f"{what}: {sharding!r} needs a mesh. Name it (NamedSharding(mesh, {sharding!r})), or "
+            "set one with torchpmap.set_mesh(mesh)."
+        )
+    return NamedSharding(mesh, sharding)
 
 
 def put_as(

@@ -128,10 +128,19 @@ class _Scan:
         self.operands: list[Any] = []
 
     def argument(self, name: str, value: Any) -> Hashable:
-        if type(value) in _DTYPES and name in self.slots and _is_portable(value):
+        if self.is_number(name, value):
             self.operands.append(value)
             return name, type(value)
         return name, self.part(value)
+
+    def is_number(self, name: str, value: Any) -> bool:
+        """Whether it is a number that is an input."""
+        if type(value) not in _DTYPES or name not in self.slots:
+            return False
+        return type(value) is not int or -(2**63) <= value < 2**63
+
+    def is_operand(self, name: str, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) or self.is_number(name, value)
 
     def part(self, value: Any) -> Hashable:
         kind = type(value)
@@ -153,10 +162,6 @@ class _Scan:
 
 
 _PLAIN = (str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-def _is_portable(value: Any) -> bool:
-    return type(value) is not int or -(2**63) <= value < 2**63
 
 
 # -- making and starting operations ----------------------------------------------------------------
@@ -211,8 +216,8 @@ def _prepare(
     named = dict(zip(facts_of(func).names, args, strict=False)) | kwargs
     layouts = [o._layout if type(o) is scan.kind else None for o in scan.operands]
     try:
-        arguments = slotted(named, scan.operands, scan.slots)
-        return lower_operation(team, func, arguments, scan.operands, layouts, prefer)
+        arguments, operands = slotted(named, scan.is_operand)
+        return lower_operation(team, func, arguments, operands, layouts, prefer)
     except Unsupported:
         return None
 

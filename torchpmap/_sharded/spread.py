@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from torchpmap._base.pytree import tree_flatten
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._layout.grid import Cut, block_shape, padded, trimmed
-from torchpmap._sharded.arguments import Slot, Unsupported, facts_of, is_by_columns, plain
+from torchpmap._sharded.arguments import Unsupported, facts_of, is_by_columns, plain, slotted
 from torchpmap._sharded.choice import chosen
 from torchpmap._sharded.joined import (
     VIEWS,
@@ -264,17 +264,10 @@ class Spread:
             raise _Waits(sums)
 
     def _operation(self, node: Node, func: Any) -> Any:
-        sources: list[Node] = []
-
-        def slot(value: Any) -> Any:
-            if isinstance(value, Node):
-                sources.append(value)
-                return Slot(len(sources) - 1)
-            return [slot(item) for item in value] if isinstance(value, list | tuple) else value
-
         named = dict(zip(facts_of(func).names, node.args, strict=False)) | dict(node.kwargs)
         kept = {name: named[name] for name in ("memory_format",) if name in named}
-        func, arguments = plain(func, {name: slot(value) for name, value in named.items()})
+        slots, sources = slotted(named, lambda _, value: isinstance(value, Node))
+        func, arguments = plain(func, slots)
         arguments |= kept  # a view may rely on it
         if name_of(func) in OF_SHAPES:  # parts of a sum may have another dtype
             arguments["dtype"] = node.meta["val"].dtype
