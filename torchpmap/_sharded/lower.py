@@ -265,7 +265,7 @@ def _output_layouts(
 
 
 def _layout(grid: CommonGrid, value: torch.Tensor, cut: Cut) -> Layout:
-    layout = grid.layout(value.shape, value.dtype, cut)
+    layout = grid.known_layout(value.shape, value.dtype, cut)
     if layout is None:
         raise Unsupported
     return layout

@@ -55,7 +55,7 @@ class Emitter:
     def __init__(self, grid: CommonGrid) -> None:
         self.grid = grid
         self.groups: dict[str, RankPartition] = {}
-        self._ranks = tuple(device.id for device in grid.devices)
+        self._ranks = grid.ranks
         self._graph = torch.fx.Graph()
         self._constants: dict[str, Any] = {}
         self.index = self._graph.placeholder("index")
