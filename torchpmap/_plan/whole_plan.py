@@ -16,41 +16,20 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.devices import Device
-from torchpmap._base.errors import kind_of, size_text
 from torchpmap._base.pytree import flatten
 from torchpmap._layout.axis_stack import Axis
 from torchpmap._layout.common_grid import CommonGrid, common_grid
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
-from torchpmap._layout.mesh import PartitionSpec
 from torchpmap._plan.lower import Body, Target, lower, lower_pair
 from torchpmap._plan.plan import Plan
 from torchpmap._sharded.constraints import wishes
 from torchpmap._sharded.spmd import Emitter
 from torchpmap._sharded.spread import Spread
-from torchpmap._sharded.summands import Reshard, Value
+from torchpmap._sharded.summands import Moved, Value
 from torchpmap._trace.program import Outcome
 from torchpmap._trace.remat import Following
 from torchpmap._trace.repetition import keep_places
-
-
-class Moved(NamedTuple):
-    """An operand that an operation could not take as it lay."""
-
-    operation: str
-    place: str
-    """The user's line."""
-    kind: str
-    """Dtype and shape of the whole."""
-    before: PartitionSpec
-    after: PartitionSpec
-    num_bytes: int
-    """Of the whole."""
-
-    def __str__(self) -> str:
-        moved = f"{self.kind} from {self.before} to {self.after}"
-        at = f" at {self.place}" if self.place else ""
-        return f"{self.operation}: {moved} ({size_text(self.num_bytes)}){at}"
 
 
 def grid_of(devices: tuple[Device, ...], layouts: Sequence[Layout]) -> Grid | None:
@@ -104,14 +83,13 @@ def plans_of(
         made = zip(plan.outputs, wanted, strict=True)
         return replace(plan, outputs=tuple(own if wish is None else wish for own, wish in made))
 
-    resharded = [_moved(grid, each) for each in spread.reshards]
     if not cotangents:
-        return WholePlans(finished(lower(target, body, inputs), wanted), None, resharded)
+        return WholePlans(finished(lower(target, body, inputs), wanted), None, spread.reshards)
     alike = [grid.layout(x.shape, x.dtype, x.cut) for x in (results[k] for k in cotangents)]
     count = len(results) - num_gradients
     pair = lower_pair(target, body, [*inputs, *alike], count, len(cotangents))
     forward = finished(pair.forward, wanted[:count])
-    return WholePlans(forward, finished(pair.backward, wanted[count:]), resharded)
+    return WholePlans(forward, finished(pair.backward, wanted[count:]), spread.reshards)
 
 
 def _value(emitter: Emitter, place: int, layout: Layout, is_weight: bool) -> Value:
@@ -141,12 +119,6 @@ def _body(target: Target, emitter: Emitter, results: Sequence[Value]) -> Body:
         return Outcome(flatten(list(made))[1], tuple(made), cuts, (), ())
 
     return body
-
-
-def _moved(grid: CommonGrid, each: Reshard) -> Moved:
-    kind, before = kind_of(each.shape, each.dtype), grid.spec_of(each.cut)
-    after = grid.spec_of(each.wanted)
-    return Moved(each.operation, each.place, kind, before, after, each.num_bytes)
 
 
 def _write_norms_as_roots(module: GraphModule) -> None:

@@ -180,8 +180,9 @@ def lower_operation(
         wish=grid.cut_of(prefer) if prefer and prefer.sharding.mesh in grid.meshes else (),
         moves=any(map(_spans, present)),  # nothing can gather it
     )
-    if any(placement.combine) and not trial.makes_new:
-        raise Unsupported
+    is_host = [layouts[position] is None for position in trial.written]
+    if any(is_host) or (any(placement.combine) and not trial.makes_new):
+        raise Unsupported  # it writes to a tensor on the host, or parts of what it writes
     on_blocks = OnBlocks(trial, call, placement)
     if (on_cpu and on_blocks.is_refused()) or not on_blocks.fits():
         raise Unsupported
@@ -217,7 +218,14 @@ def _emitted(
         cut = grid.cut_of(layout)
         moved += emitter.sends(cut, wanted[k]) * math.prod(layout.shape) * layout.dtype.itemsize
         blocks.append(emitter.resharded(node, cut, wanted[k]))
-    outputs = _output_layouts(on_blocks, layouts, grid, is_moved=moved > 0)
+    outputs = tuple(layout for k in trial.written if (layout := inputs[k]))
+    if trial.makes_new:
+        cuts = on_blocks.placement.results
+        if moved:  # each device keeps only its block of what all compute whole
+            wholes = [spread_layout(x.shape, x.dtype, grid.devices) for x in trial.results]
+            cuts = tuple(cut or grid.cut_of(x) for cut, x in zip(cuts, wholes, strict=True))
+        pairs = zip(trial.results, cuts, strict=True)
+        outputs += tuple(_layout(grid, result, cut) for result, cut in pairs)
     made = zip(emitter.parts(on_blocks, blocks), on_blocks.cuts, outputs, strict=True)
     results = [
         emitter.resharded(
@@ -237,30 +245,6 @@ def _emitted(
         reduces=name_of(trial.func) in _EXPANDED and layouts[0] is not None,
         checks_numbers=None in inputs and trial.has_integers,
         keeps_order=facts_of(trial.func).keeps_order and not trial.written,
-    )
-
-
-def _output_layouts(
-    operation: OnBlocks, layouts: Sequence[Layout | None], grid: CommonGrid, *, is_moved: bool
-) -> tuple[Layout, ...]:
-    """``is_moved``: whether devices got more of operands than they had, so that each keeps only its
-    block of what it computes whole.
-    """
-    trial = operation.trial
-    kept = [layouts[position] for position in trial.written]
-    written = tuple(layout for layout in kept if layout is not None)
-    if len(written) < len(kept):
-        raise Unsupported  # it writes to a tensor on the host
-    if not trial.makes_new:
-        return written
-    cuts = [
-        grid.cut_of(spread_layout(result.shape, result.dtype, grid.devices))
-        if is_moved and not cut
-        else cut
-        for result, cut in zip(trial.results, operation.placement.results, strict=True)
-    ]
-    return written + tuple(
-        _layout(grid, result, cut) for result, cut in zip(trial.results, cuts, strict=True)
     )
 
 

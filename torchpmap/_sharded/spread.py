@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import tree_flatten
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._layout.grid import Cut, block_shape, padded, trimmed
@@ -38,7 +39,7 @@ from torchpmap._sharded.joined import (
 from torchpmap._sharded.on_blocks import OnBlocks, described
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._sharded.spmd import WITHOUT_STRIDES, Emitter, added_and_cut, added_up
-from torchpmap._sharded.summands import OF_SHAPES, Reshard, Value, carried
+from torchpmap._sharded.summands import OF_SHAPES, Moved, Value, carried
 from torchpmap._sharded.trial import Trial, meta
 from torchpmap._sharded.unforeseen import name_of
 from torchpmap._trace.graphs import placeholders, results_of
@@ -70,7 +71,7 @@ class Spread:
     emitter: Emitter
     wishes: Mapping[Node, Cut] = field(default_factory=dict)
     """Nodes whose values are those of their operands, in these cuts."""
-    reshards: list[Reshard] = field(default_factory=list)
+    reshards: list[Moved] = field(default_factory=list)
     _values: dict[Node, Any] = field(default_factory=dict)
     _moved: dict[tuple[Node, Cut, tuple[int, ...]], Node] = field(default_factory=dict)
     """Blocks of values in other cuts, while they are parts of sums along the last dims."""
@@ -347,17 +348,20 @@ class Spread:
                 parts = self.emitter.grid.parts(rows.over)
                 first = rows.over if rows.shape[0] % parts == 0 else cut[0]
                 wanted = (*padded((first,), len(rows.shape)), *cut[len(rows.shape) :])
-                reshard = Reshard(str(node.target), place_of(node), sizes, value.dtype, cut, wanted)
-                self.reshards.append(reshard)
+                self._note(node, replace(value, shape=sizes, cut=cut), wanted)
                 block, cut = in_order(self.emitter, value.block, rows, sizes, cut, wanted)
                 self._values[node] = replace(value, block=block, cut=trimmed(cut), joined=None)
 
     def _brought(self, node: Node, source: Node, wanted: Cut) -> Node:
         value: Value = self._values[source]
         if self.emitter.sends(value.cut, wanted):
-            where = str(node.target), place_of(node)
-            self.reshards.append(Reshard(*where, value.shape, value.dtype, value.cut, wanted))
+            self._note(node, value, wanted)
         return self._moved_to(source, wanted)
+
+    def _note(self, node: Node, value: Value, wanted: Cut) -> None:
+        before, after = map(self.emitter.grid.spec_of, (value.cut, wanted))
+        what = kind_of(value.shape, value.dtype), before, after, value.num_bytes
+        self.reshards.append(Moved(str(node.target), place_of(node), *what))
 
     def _moved_to(self, node: Node, wanted: Cut) -> Node:
         value: Value = self._values[node]
