@@ -202,7 +202,7 @@ def _put(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     if _is_followed(value):
         result: torch.Tensor = _Put.apply(value, layout)
         return result
-    return make_sharded(layout, _placed(value, layout))
+    return make_sharded(layout, handle_of(value, layout, is_noted=False))
 
 
 def _is_followed(value: torch.Tensor) -> bool:
@@ -215,7 +215,7 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def forward(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-        return make_sharded(layout, _placed(value, layout))
+        return make_sharded(layout, handle_of(value, layout, is_noted=False))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, Any], output: Any) -> None:
@@ -468,27 +468,21 @@ def block_until_ready(x: Tree) -> Tree:
     return x
 
 
-def handle_of(value: Any, layout: Layout) -> Handle:
-    """The handle of an argument laid out as ``layout``: its own if it is there already, else it is
-    (re)sent, which ``report_gathers`` lists.
+def handle_of(value: Any, layout: Layout, *, is_noted: bool = True) -> Handle:
+    """The handle of a value laid out as ``layout``: its own if it is there already, else it is
+    (re)sent.
+
+    ``is_noted``: whether ``report_gathers`` lists a ShardedTensor that moves, as an argument.
     """
-    if type(value) is ShardedTensor:
-        handle = check_open(value)
-        here = value._layout
-        assert here is not None
-        if here.same_place(layout):
-            return handle
+    if type(value) is not ShardedTensor:
+        return store(layout, value if isinstance(value, torch.Tensor) else host_tensor(value))
+    handle, here = check_open(value), value._layout
+    assert here is not None
+    if here.same_place(layout):
+        return handle
+    if is_noted:
         note_gather(MOVE, value.nbytes)
-    return _placed(value, layout)
-
-
-def _placed(value: Any, layout: Layout) -> Handle:
-    if type(value) is ShardedTensor:
-        handle = check_open(value)
-        here = value._layout
-        assert here is not None
-        return move(here, handle, layout)
-    return store(layout, value if isinstance(value, torch.Tensor) else host_tensor(value))
+    return move(here, handle, layout)
 
 
 def handles_of(values: Sequence[Any], layouts: Sequence[Layout]) -> list[Handle]:

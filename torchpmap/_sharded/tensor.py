@@ -62,6 +62,7 @@ from torchpmap._sharded.strides import (
     turn,
 )
 from torchpmap._sharded.transfer import (
+    blocks_of,
     cuts_rows,
     fetch_blocks,
     fetch_row,
@@ -158,13 +159,13 @@ class ShardedTensor(Remote):
         layout, handle = self._alive()
         here = places_here(layout)
         blocks = dict(zip(here, fetch_blocks(layout, handle, here), strict=True))
-        seen: dict[str, int] = {}
-        shards = []
-        for place, (device, index) in enumerate(zip(layout.devices, layout.slices, strict=True)):
-            replica = seen[str(index)] = seen.get(str(index), -1) + 1
-            if place in blocks:
-                shards.append(Shard(device, index, replica, blocks[place]))
-        return shards
+        shards = {
+            place: Shard(layout.devices[place], index, replica, blocks[place])
+            for places, index in blocks_of(layout)
+            for replica, place in enumerate(places)
+            if place in blocks
+        }
+        return [shards[place] for place in here]
 
     def addressable_data(self, index: int) -> torch.Tensor:
         """The block of the ``index``-th device as a CPU tensor; ``IndexError`` if there is none."""
