@@ -150,7 +150,7 @@ class Emitter:
 
     def sum(self, part: torch.fx.Node, over: tuple[int, ...], dtype: torch.dtype) -> torch.fx.Node:
         """The sum of what the devices along some dims of the grid have."""
-        return self.narrow(self.call(combined, part, "sum", *self.group(over), None), dtype)
+        return self.narrow(self.call(raw.all_reduce, part, "sum", self.group(over)[1]), dtype)
 
     def narrow(self, whole: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         """A sum in its dtype, of which the parts may have more digits."""
@@ -304,10 +304,8 @@ def combined(
     part: torch.Tensor, kind: Combine, size: int, group: str, order: float | None
 ) -> torch.Tensor:
     """Combine partial results into the whole, on every device; ``order`` is that of a norm."""
-    if kind == "sum" or kind == "max" or kind == "min":
+    if kind == "max" or kind == "min":
         return raw.all_reduce(part, kind, group)
-    if kind == "mean":
-        return raw.all_reduce(part / size, "sum", group)
     parts = raw.all_gather(part, size, group)
     if kind == "prod":
         return parts.prod(0, dtype=part.dtype)

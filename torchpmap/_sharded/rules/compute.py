@@ -96,6 +96,7 @@ def _along(call: Call) -> Signature | None:
     if named is None or named == []:
         return None  # roll() of the flat values
     ndim = len(call.results[0])
+    # of what has fewer dims, such as the empty [0] in a cat, all devices have the whole
     alike = [operand for operand in call.operands if operand.ndim == ndim]
     shapes = [*(operand.shape for operand in alike), *call.results]
     uneven = {dim for dim in range(ndim) if len({shape[dim] for shape in shapes}) > 1}
@@ -137,7 +138,7 @@ def _index(call: Call) -> Signature | None:
     return Signature({x.position: labels, values.position: own}, (labels,))
 
 
-def _trailing(num_dims: int | Callable[[Call], int], size: str | None = None) -> Rule:
+def trailing(num_dims: int | Callable[[Call], int], size: str | None = None) -> Rule:
     """Operations on the last dims; the dims before are batch dims.
 
     ``size``: the argument that is the shape of the result.
@@ -246,7 +247,7 @@ def _table() -> dict[str, Rule]:
         "addmv": _product("ik", "k", "i", ("mat", "vec")),
         "baddbmm": _product("bik", "bkj", "bij", ("batch1", "batch2")),
         "bmm": _product("bik", "bkj", "bij", ("self", "mat2")),
-        "constant_pad_nd": _trailing(lambda call: len(call.arguments["pad"]) // 2),
+        "constant_pad_nd": trailing(lambda call: len(call.arguments["pad"]) // 2),
         "convolution": _convolution,
         "convolution_backward": _convolution,
         "dot": _product("k", "k", "", ("self", "tensor")),
@@ -269,22 +270,24 @@ def _table() -> dict[str, Rule]:
     for kind, names in _REDUCTIONS.items():
         table |= dict.fromkeys(names.split(), _reduction(kind))
     for num_dims, names in _ON_LAST.items():
-        table |= dict.fromkeys(names.split(), _trailing(num_dims))
+        table |= dict.fromkeys(names.split(), trailing(num_dims))
     for num_dims, names in _RESIZING.items():
-        table |= dict.fromkeys(names.split(), _trailing(num_dims))
+        table |= dict.fromkeys(names.split(), trailing(num_dims))
         backward = [f"{name}_backward" for name in names.split()]
-        table |= dict.fromkeys(backward, _trailing(num_dims, "input_size"))
+        table |= dict.fromkeys(backward, trailing(num_dims, "input_size"))
     return table | dict.fromkeys(_ALONG.split(), _along) | dict.fromkeys(_INDEXED.split(), _indexed)
 
 
 _ALONG = (
-    "_log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data cummax "
-    "cummin cumprod cumsum flip gather glu glu_backward logcumsumexp roll scatter scatter_add "
-    "scatter_reduce sort topk"
+    "_log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data cat "
+    "cummax cummin cumprod cumsum flip gather glu glu_backward logcumsumexp roll scatter "
+    "scatter_add scatter_reduce sort topk"
 )
 _INDEXED = "index_add index_copy index_fill index_select"
 _ON_LAST = {
-    1: "reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward",
+    0: "view_as_real",
+    1: "reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward "
+    "view_as_complex",
     2: "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _linalg_det _linalg_slogdet "
     "adaptive_max_pool2d adaptive_max_pool2d_backward avg_pool2d avg_pool2d_backward col2im "
     "linalg_cholesky_ex linalg_inv_ex linalg_qr max_pool2d_with_indices "

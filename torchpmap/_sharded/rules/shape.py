@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torchpmap._sharded.rules.compute import aligned, dims_of, numbered
+from torchpmap._sharded.rules.compute import aligned, dims_of, numbered, trailing
 from torchpmap._sharded.rules.signature import Call, Labels, Rule, Signature
 
 
@@ -80,14 +80,6 @@ def _part(call: Call) -> Signature:
     return Signature({x.position: labels, source.position: own}, (labels,))
 
 
-def _cat(call: Call) -> Signature:
-    shape = call.results[0]
-    labels = numbered(len(shape), dims_of(call.arguments["dim"], len(shape)))
-    # torch leaves out an empty [0] among tensors of any shape: it stays whole
-    joined = [operand for operand in call.operands if operand.ndim == len(shape)]
-    return Signature({operand.position: labels for operand in joined}, (labels,))
-
-
 def _stack(call: Call) -> Signature:
     shape = call.results[0]
     (dim,) = dims_of(call.arguments["dim"], len(shape))
@@ -107,29 +99,15 @@ def _new(call: Call) -> Signature:
     return Signature({x.position: labels}, ((None,) * len(shape),), ("equal",))
 
 
-def _as_real(call: Call) -> Signature:
-    x = call.arguments["self"]
-    return _same_dims(x, (*range(x.ndim), None))
-
-
-def _as_complex(call: Call) -> Signature:
-    x = call.arguments["self"]
-    labels = numbered(x.ndim, {x.ndim - 1})
-    return Signature({x.position: labels}, (labels[:-1],))
-
-
-def _view(call: Call) -> Signature:
+def _view(call: Call) -> Signature | None:
     if "dtype" not in call.arguments:
         return _reshaped(call)
-    x = call.arguments["self"]
-    labels = numbered(x.ndim, set() if x.shape == call.results[0] else {x.ndim - 1})
-    return Signature({x.position: labels}, (labels,))
+    return trailing(int(call.operands[0].shape != call.results[0]))(call)
 
 
 SHAPE: dict[str, Rule] = {
     "_reshape_alias": _reshaped,
     "_unsafe_view": _reshaped,
-    "cat": _cat,
     "diagonal": _part,
     "diagonal_backward": _part,
     "diagonal_scatter": _part,
@@ -157,7 +135,5 @@ SHAPE: dict[str, Rule] = {
     "unsafe_split_with_sizes": _part,
     "unsqueeze": _reshaped,
     "view": _view,
-    "view_as_complex": _as_complex,
-    "view_as_real": _as_real,
 }
 """Rule by name of the operation."""
