@@ -31,6 +31,7 @@ from torchpmap._sharded.layers import on_host
 from torchpmap._sharded.spmd import in_columns
 from torchpmap._sharded.strides import strides_of_call, strides_of_copy
 from torchpmap._sharded.transfer import is_whole_here, store
+from torchpmap._sharded.trial import insist_on_kind
 from torchpmap._sharded.views import (
     Make,
     check_writable,
@@ -151,12 +152,7 @@ def _write_back(
     make: Make, func: Any, targets: Sequence[Any], gathered: dict[int, torch.Tensor]
 ) -> None:
     for target in targets:
-        host, layout = gathered[id(target)], target._alive()[0]
-        if tuple(host.shape) != layout.shape or host.dtype != layout.dtype:
-            raise RuntimeError(
-                f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
-                "out-of-place operation."
-            )
+        insist_on_kind(func, target, gathered[id(target)])
     for target in targets:
         handle = send_again(target._layout, gathered[id(target)], f"what {func} writes")
         write(target, handle, make)

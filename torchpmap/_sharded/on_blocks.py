@@ -67,10 +67,10 @@ class OnBlocks:
         """The same operation with the sizes of blocks."""
         placement = self.placement
         shape = self.block_shape(self.call.results[0], placement.results[0])
-        if placement.as_view:
+        if placement.signature.as_view:
             return _aten.view.default, {"self": Slot(0), "size": shape}
-        if placement.size is not None:
-            return self.trial.func, self.trial.arguments | {placement.size: shape}
+        if placement.signature.size is not None:
+            return self.trial.func, self.trial.arguments | {placement.signature.size: shape}
         return self.trial.func, self.trial.arguments
 
     @property

@@ -162,7 +162,7 @@ class Emitter:
             return block
         if position == 0 and operation.trial.by_columns:
             block = self.call(in_columns, block)
-        if position in operation.placement.once and operation.added_along:
+        if position in operation.placement.signature.once and operation.added_along:
             block = self.call(added_once, block, self.place_along(operation.added_along))
         if position in operation.trial.written:  # the stored value may be used again
             block = self.call(_aten.clone.default, block)

@@ -87,14 +87,7 @@ def tried(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> Tria
         raise Unsupported
     written = written_slots(func, arguments)
     for position in written:
-        if (values[position].shape, values[position].dtype) != (
-            operands[position].shape,
-            operands[position].dtype,
-        ):
-            raise RuntimeError(
-                f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
-                "out-of-place operation."
-            )
+        insist_on_kind(func, operands[position], values[position])
     places = {id(values[position]): k for k, position in enumerate(written)}
     results = tuple(leaf for leaf in leaves if leaf is not None and id(leaf) not in places)
     if not (results or written) or (results and written and name_of(func) not in INSTEAD):
@@ -113,6 +106,15 @@ def tried(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> Tria
         bool(results),
         is_by_columns(func, operands),
     )
+
+
+def insist_on_kind(func: Any, target: torch.Tensor, written: torch.Tensor) -> None:
+    """Raise ``RuntimeError`` if what is written to a tensor is of another shape or dtype."""
+    if (target.shape, target.dtype) != (written.shape, written.dtype):
+        raise RuntimeError(
+            f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
+            "out-of-place operation."
+        )
 
 
 def on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any:
