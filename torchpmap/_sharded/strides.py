@@ -52,8 +52,10 @@ def strides_of_call(
 
     Raises what torch raises where the strides of a tensor do not allow such a view of it.
     """
-    options = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
-    key = tuple((name, _hashable(x)) for name, x in options.items())
+    key: tuple[tuple[str, Any], ...] = ()
+    for name, x in kwargs.items():
+        if name not in ("device", "pin_memory"):
+            key += ((name, _hashable(x)),)
     return _strides_of_call(func, _hashable(args), key)
 
 
@@ -93,9 +95,13 @@ class _Like(NamedTuple):
 
 
 def _hashable(value: Any) -> Any:
+    if type(value) is int:
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(map(_hashable, value))
     if isinstance(value, torch.Tensor):
         return _Like(value.dtype, value.shape, strides_of(value))
-    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+    return value
 
 
 def _unhashed(value: Any) -> Any:
