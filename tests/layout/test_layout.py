@@ -143,7 +143,7 @@ def test_cuts(layouts, sizes, cuts):
     assert grid.sizes == sizes
     assert [grid.cut_of(each) for each in layouts] == cuts
     for each, cut in zip(layouts, cuts, strict=True):
-        again = grid.layout(SHAPE, F32, cut)
+        again = grid.known_layout(SHAPE, F32, cut)
         assert again is not None
         assert again.same_place(each)
 
@@ -152,8 +152,8 @@ def test_meshes_and_cuts_that_do_not_fit():
     assert common_grid([layout((3, 4), "a"), layout((4, 3), "a")]) is None
     grid = common_grid([layout((6, 2), "a"), layout((3, 4), "b")])
     assert grid is not None
-    assert grid.layout(SHAPE, F32, ((1,),)) is None
-    found = grid.layout(SHAPE, F32, ((2,), (0, 1)))
+    assert grid.known_layout(SHAPE, F32, ((1,),)) is None
+    found = grid.known_layout(SHAPE, F32, ((2,), (0, 1)))
     assert found is not None
     assert found.sharding.spec == P("b", "a")
 

@@ -1,4 +1,4 @@
-"""Covers: _rules*.py, _sharded/graphs.py, blocks.py: what stays on devices; numbers."""
+"""Covers: _rules*.py, _sharded/lower.py, spmd.py: what stays on devices; numbers."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from _spies import asked
 
 import torchpmap as tp
 from torchpmap._base.torch_internals import FakeTensorMode
-from torchpmap._sharded.blocks import own_block
+from torchpmap._sharded.spmd import own_block
 
 pytestmark = pytest.mark.usefixtures("pool")
 

@@ -1,4 +1,4 @@
-"""Covers: _sharded/rules/compute.py, _sharded/blocks.py: operations whose operands are laid out in
+"""Covers: _sharded/rules/compute.py, _sharded/spmd.py: operations whose operands are laid out in
 different ways.
 
 Every ATen operation of a function and of its backward pass is run again by itself, with every

@@ -437,7 +437,5 @@ def test_blocks_that_come_out_in_other_shapes_do_not_fit():
     trial = tried(func, arguments, [torch.empty(8, 4)])
     rows, columns = ((0,),), ((), (0,))
     for cut, result, fits in ((columns, rows, True), (rows, rows, False), (columns, (), False)):
-        call = described(func, arguments, trial, {0: cut}, (4,))
-        assert (
-            OnBlocks(arguments, trial, call, Placement({0: cut}, (result,), (None,))).fits() is fits
-        )
+        call = described(trial, (4,), {0: cut})
+        assert OnBlocks(trial, call, Placement({0: cut}, (result,), (None,))).fits() is fits

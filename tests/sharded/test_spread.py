@@ -192,8 +192,8 @@ def test_a_cut_weight_is_gathered_and_its_gradient_scattered():
         step, [X, W], [P("x"), P("x")], wanted=[P("x"), P()], weights=[1]
     )
     assert sent == {"joined": 1, "added_and_cut": 1, "added_up": 1}
-    assert [(r.operation, r.cut, r.wanted, r.num_bytes) for r in reshards] == [
-        ("aten.mm.default", ((0,),), (), 512)
+    assert [(r.operation, r.before, r.after, r.num_bytes) for r in reshards] == [
+        ("aten.mm.default", P("x"), P(), 512)
     ]
     close(results, step(X, W))
 

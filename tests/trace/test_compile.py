@@ -17,7 +17,7 @@ import torchpmap as tp
 from torchpmap._base.devices import Device
 from torchpmap._layout.axis_stack import group_name
 from torchpmap._plan import lower
-from torchpmap._sharded.blocks import combined
+from torchpmap._sharded.spmd import combined
 from torchpmap._trace import compile
 from torchpmap._trace.compile import (
     EAGER,

@@ -13,21 +13,23 @@ from dataclasses import dataclass
 
 import torch
 
-from torchpmap._base.devices import Device
-from torchpmap._layout.axis_stack import Partition, lines
-from torchpmap._layout.grid import Cut, trimmed
+from torchpmap._layout.axis_stack import Axis, Partition, lines
+from torchpmap._layout.grid import Cut, Grid, trimmed
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec, names_of
 
 
 @dataclass(frozen=True)
-class CommonGrid:
-    """The devices as an array that each of some meshes is a reshaped view of."""
+class CommonGrid(Grid):
+    """A grid that each of some meshes is a reshaped view of."""
 
-    devices: tuple[Device, ...]
-    """In row-major order."""
-    sizes: tuple[int, ...]
     meshes: tuple[Mesh, ...]
+
+    def blocks_of(self, layout: Layout) -> tuple[int, ...]:
+        return tuple(range(len(self.devices)))  # nothing asks which are equal
+
+    def shared_along(self, cut: Cut, whole: Axis) -> tuple[Axis, ...]:
+        return ()
 
     def parts(self, over: Iterable[int]) -> int:
         """Into how many blocks these dims of the grid cut."""
@@ -48,7 +50,11 @@ class CommonGrid:
             for entry in layout.sharding.spec
         )
 
-    def layout(self, shape: Sequence[int], dtype: torch.dtype, cut: Cut) -> Layout | None:
+    def layout(self, shape: Sequence[int], dtype: torch.dtype, cut: Cut) -> Layout:
+        """The layout with this cut, on a mesh of its own if none of the meshes has axes for it."""
+        return self.known_layout(shape, dtype, cut) or super().layout(shape, dtype, cut)
+
+    def known_layout(self, shape: Sequence[int], dtype: torch.dtype, cut: Cut) -> Layout | None:
         """The layout with this cut, on the first mesh that has axes for it; None if none has."""
         if not cut:
             return replicated_layout(shape, dtype, self.devices)
@@ -60,6 +66,11 @@ class CommonGrid:
                 spec = PartitionSpec(*(entry or None for entry in entries))
                 return general_layout(shape, dtype, NamedSharding(mesh, spec), stacked=True)
         return None
+
+    def spec_of(self, cut: Cut) -> PartitionSpec:
+        """A cut, by the names of the grid."""
+        names = [tuple(self.names[k] for k in over) for over in cut]
+        return PartitionSpec(*(over[0] if len(over) == 1 else over or None for over in names))
 
     def _dims(self, mesh: Mesh) -> list[tuple[int, ...]]:
         """The dims of the grid that each axis of a mesh is, the slowest first."""
@@ -102,7 +113,11 @@ def common_grid(layouts: Sequence[Layout]) -> CommonGrid | None:
         if any(long % short for short, long in itertools.pairwise(steps)):
             return None
         sizes = tuple(long // short for short, long in itertools.pairwise(steps))[::-1]
-    return CommonGrid(layouts[0].devices, sizes, meshes)
+    alike = [mesh for mesh in meshes if mesh.devices.shape == sizes]
+    unnamed = tuple(f"grid{k}" for k in range(len(sizes)))
+    names = alike[0].axis_names if len(alike) == 1 else unnamed
+    devices = layouts[0].devices
+    return CommonGrid(devices, devices, sizes, names, meshes)
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:

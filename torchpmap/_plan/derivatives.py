@@ -37,8 +37,9 @@ from torchpmap._plan.lower import Body, Pair, Target, lower, lower_pair
 from torchpmap._plan.plan import Plan
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.device_put import handles_of
+from torchpmap._sharded.operations import move
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
-from torchpmap._sharded.transfer import gather, is_whole_here, move
+from torchpmap._sharded.transfer import gather, is_whole_here
 from torchpmap._trace.casts import times_tracked, tracked
 from torchpmap._trace.program import Outcome
 from torchpmap._trace.transformable import jvp_of, vmap_of

@@ -9,85 +9,33 @@ lies as it comes out, unless a layout is wanted for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule
 
 from torchpmap._base.devices import Device
-from torchpmap._base.errors import kind_of, size_text
 from torchpmap._base.pytree import flatten
 from torchpmap._layout.axis_stack import Axis
 from torchpmap._layout.common_grid import CommonGrid, common_grid
-from torchpmap._layout.grid import Cut, Grid
-from torchpmap._layout.layout import Layout, general_layout, replicated_layout
-from torchpmap._layout.mesh import NamedSharding, PartitionSpec, mesh_of
+from torchpmap._layout.grid import Grid
+from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.lower import Body, Target, lower, lower_pair
 from torchpmap._plan.plan import Plan
 from torchpmap._sharded.constraints import wishes
 from torchpmap._sharded.spmd import Emitter
 from torchpmap._sharded.spread import Spread
-from torchpmap._sharded.summands import Reshard, Value
+from torchpmap._sharded.summands import Moved, Value
 from torchpmap._trace.graphs import call
 from torchpmap._trace.program import Outcome
 from torchpmap._trace.remat import Following
 from torchpmap._trace.repetition import keep_places
 
 
-@dataclass(frozen=True)
-class _WholeGrid(Grid):
-    """The grid of a plan whose values lie on several meshes."""
-
-    common: CommonGrid
-
-    def blocks_of(self, layout: Layout) -> tuple[int, ...]:
-        return tuple(range(len(self.devices)))  # nothing asks which are equal
-
-    def shared_along(self, cut: Cut, whole: Axis) -> tuple[Axis, ...]:
-        return ()
-
-    def layout(self, shape: Sequence[int], dtype: torch.dtype, cut: Cut) -> Layout:
-        found = self.common.layout(shape, dtype, cut)
-        if found is not None:
-            return found
-        mesh = mesh_of(self.sizes, self.names, self.devices)
-        return general_layout(shape, dtype, NamedSharding(mesh, self.spec_of(cut)), stacked=True)
-
-    def spec_of(self, cut: Cut) -> PartitionSpec:
-        names = [tuple(self.names[k] for k in over) for over in cut]
-        return PartitionSpec(*(over[0] if len(over) == 1 else over or None for over in names))
-
-
-class Moved(NamedTuple):
-    """An operand that an operation could not take as it lay."""
-
-    operation: str
-    place: str
-    """The user's line."""
-    kind: str
-    """Dtype and shape of the whole."""
-    before: PartitionSpec
-    after: PartitionSpec
-    num_bytes: int
-    """Of the whole."""
-
-    def __str__(self) -> str:
-        moved = f"{self.kind} from {self.before} to {self.after}"
-        at = f" at {self.place}" if self.place else ""
-        return f"{self.operation}: {moved} ({size_text(self.num_bytes)}){at}"
-
-
 def grid_of(devices: tuple[Device, ...], layouts: Sequence[Layout]) -> Grid | None:
     """One grid for all values; None if their meshes have none in common."""
-    replicated = replicated_layout((), torch.float32, devices)
-    common = common_grid([*layouts, replicated])
-    if common is None:
-        return None
-    alike = [mesh for mesh in common.meshes if mesh.devices.shape == common.sizes]
-    unnamed = tuple(f"grid{k}" for k in range(len(common.sizes)))
-    names = alike[0].axis_names if len(alike) == 1 else unnamed
-    return _WholeGrid(devices, devices, common.sizes, names, common)
+    return common_grid([*layouts, replicated_layout((), torch.float32, devices)])
 
 
 class WholePlans(NamedTuple):
@@ -119,15 +67,15 @@ def plans_of(
         num_gradients: how many of its last results need these.
     """
     grid = target.grid
-    assert isinstance(grid, _WholeGrid)
+    assert isinstance(grid, CommonGrid)
     _write_norms_as_roots(graph)
-    emitter = Emitter(grid.common)
-    wish = {node: grid.common.cut_of(layout) for node, layout in wishes(graph).items()}
+    emitter = Emitter(grid)
+    wish = {node: grid.cut_of(layout) for node, layout in wishes(graph).items()}
     spread = Spread(graph, emitter, wish)
     values = [_value(emitter, k, layout, k in weights) for k, layout in enumerate(inputs)]
     results = spread.run(
         values,
-        [None if layout is None else grid.common.cut_of(layout) for layout in wanted],
+        [None if layout is None else grid.cut_of(layout) for layout in wanted],
         [(emitter.input(f"cotangent_{k}"), k) for k in cotangents],
     )
     body = _body(target, emitter, results)
@@ -136,14 +84,13 @@ def plans_of(
         made = zip(plan.outputs, wanted, strict=True)
         return replace(plan, outputs=tuple(own if wish is None else wish for own, wish in made))
 
-    resharded = [_moved(grid, each) for each in spread.reshards]
     if not cotangents:
-        return WholePlans(finished(lower(target, body, inputs), wanted), None, resharded)
+        return WholePlans(finished(lower(target, body, inputs), wanted), None, spread.reshards)
     alike = [grid.layout(x.shape, x.dtype, x.cut) for x in (results[k] for k in cotangents)]
     count = len(results) - num_gradients
     pair = lower_pair(target, body, [*inputs, *alike], count, len(cotangents))
     forward = finished(pair.forward, wanted[:count])
-    return WholePlans(forward, finished(pair.backward, wanted[count:]), resharded)
+    return WholePlans(forward, finished(pair.backward, wanted[count:]), spread.reshards)
 
 
 def _value(emitter: Emitter, place: int, layout: Layout, is_weight: bool) -> Value:
@@ -173,12 +120,6 @@ def _body(target: Target, emitter: Emitter, results: Sequence[Value]) -> Body:
         return Outcome(flatten(list(made))[1], tuple(made), cuts)
 
     return body
-
-
-def _moved(grid: _WholeGrid, each: Reshard) -> Moved:
-    kind, before = kind_of(each.shape, each.dtype), grid.spec_of(each.cut)
-    after = grid.spec_of(each.wanted)
-    return Moved(each.operation, each.place, kind, before, after, each.num_bytes)
 
 
 def _write_norms_as_roots(module: GraphModule) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -42,26 +42,25 @@ class Slot:
 
 
 def slotted(
-    named: dict[str, Any], operands: Sequence[Any], slots: frozenset[str]
-) -> dict[str, Any]:
-    """The arguments with a ``Slot`` for every operand."""
-    waiting = list(enumerate(operands))[::-1]
-    numbers = (bool, int, float, complex)
-    return {
-        name: _slot(value, name in slots and isinstance(value, numbers), waiting)
-        for name, value in named.items()
-    }
+    named: dict[str, Any], is_operand: Callable[[str, Any], bool]
+) -> tuple[dict[str, Any], list[Any]]:
+    """The arguments with a ``Slot`` for every operand, and the operands.
+
+    ``is_operand``: of the name of an argument (empty: it is an item of a list) and a value.
+    """
+    operands: list[Any] = []
+    slots = {name: _slot(name, value, is_operand, operands) for name, value in named.items()}
+    return slots, operands
 
 
-def _slot(value: Any, is_number: bool, waiting: list[tuple[int, Any]]) -> Any:
-    """``waiting``: the operands that have no slot yet, the next one last."""
-    is_tensor = isinstance(value, torch.Tensor)
-    if is_tensor or (is_number and waiting and value is waiting[-1][1]):
-        position, operand = waiting.pop()
-        assert value is operand
-        return Slot(position)
+def _slot(
+    name: str, value: Any, is_operand: Callable[[str, Any], bool], operands: list[Any]
+) -> Any:
+    if is_operand(name, value):
+        operands.append(value)
+        return Slot(len(operands) - 1)
     if isinstance(value, list | tuple):
-        return [_slot(item, False, waiting) for item in value]
+        return [_slot("", item, is_operand, operands) for item in value]
     return value
 
 

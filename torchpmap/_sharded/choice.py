@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torchpmap._layout.grid import Cut, padded, trimmed
+from torchpmap._sharded.arguments import Unsupported
 from torchpmap._sharded.rules.signature import Call, Operand, Placement, Rule, placement_of
 
 _MAX_TRIED = 4096
@@ -22,22 +23,33 @@ _LOCAL = 0.25
 
 
 def chosen(
-    call: Call,
     call_with: Callable[[Mapping[int, Cut]], Call],
+    cuts: Mapping[int, Cut],
     rule: Rule | None,
+    *,
     weights: Collection[int] = (),
+    wish: Cut = (),
+    moves: bool = True,
 ) -> tuple[Call, Placement]:
     """The call with the cuts that its operands are brought to, and how it runs then.
 
     Args:
-        call: with its operands as they lie.
-        call_with: the same call, if operands have these cuts, by position.
+        call_with: the call, if operands have these cuts, by position.
+        cuts: how they lie.
         rule: of the operation; without one all operands are gathered.
         weights: positions of the operands that are weights.
+        wish: the cut of the first result, if operands allow it as they lie.
+        moves: whether to bring operands to other cuts at all.
+
+    Raises:
+        Unsupported: it cannot run with its operands as they lie, and they do not move.
     """
-    placement = placement_of(call, rule)
+    call = call_with(cuts)
+    placement = placement_of(call, rule, wish)
     if placement is not None:
         return call, placement
+    if not moves:
+        raise Unsupported
     operands, sizes = call.operands, call.sizes
     places = [operand.position for operand in operands]
     of_weights = {k for o in operands if o.position in weights for over in o.cut for k in over}

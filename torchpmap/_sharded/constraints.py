@@ -14,11 +14,10 @@ from torchpmap._base.axis_spec import broadcast_axes
 from torchpmap._base.boundary import boundary
 from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_internals import num_modes
-from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.layout import Layout, general_layout
 from torchpmap._layout.mesh import NamedSharding, PartitionSpec
 from torchpmap._runtime.current import check_devices
-from torchpmap._sharded.device_put import device_put
+from torchpmap._sharded.device_put import device_put, sharding_of
 
 _shardings: list[NamedSharding] = []
 _numbers: dict[NamedSharding, int] = {}
@@ -77,24 +76,6 @@ def _constrained_or_moved(x: torch.Tensor, sharding: Any) -> torch.Tensor:
     check_devices(wanted.mesh.devices.flat)
     general_layout(tuple(x.shape), x.dtype, wanted)  # whether the shape divides
     return constrained(x, wanted)
-
-
-def sharding_of(sharding: Any, what: str) -> NamedSharding:
-    """``sharding``, or that of a ``P(...)`` over the mesh of ``set_mesh``."""
-    if isinstance(sharding, NamedSharding):
-        return sharding
-    if not isinstance(sharding, PartitionSpec):
-        raise TypeError(
-            f"{what} takes a NamedSharding or a P(...), but got {sharding!r}: "
-            'NamedSharding(mesh, P("x")) names the mesh.'
-        )
-    mesh = current_mesh()
-    if mesh is None:
-        raise ValueError(
-            f"{what}: {sharding!r} needs a mesh. Name it (NamedSharding(mesh, {sharding!r})), or "
-            "set one with torchpmap.set_mesh(mesh)."
-        )
-    return NamedSharding(mesh, sharding)
 
 
 def constrained(x: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:

@@ -26,12 +26,12 @@ from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.gather_report import MOVE, note_gather
 from torchpmap._sharded.host import is_recorded
+from torchpmap._sharded.operations import move
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import (
     check_equal_everywhere,
     check_open,
     host_tensor,
-    move,
     places_here,
     store,
 )
@@ -128,17 +128,10 @@ def _target(device: Any) -> Target:
     if isinstance(device, Device):
         check_devices([device])
         return device
-    if isinstance(device, NamedSharding):
-        check_devices(device.mesh.devices.flat)
-        return device
-    if isinstance(device, PartitionSpec):
-        mesh = current_mesh()
-        if mesh is None:
-            raise ValueError(
-                f"device_put(x, {device}) needs a mesh. Choose one with torchpmap.set_mesh(mesh), "
-                "or pass torchpmap.NamedSharding(mesh, spec)."
-            )
-        return _target(NamedSharding(mesh, device))
+    if isinstance(device, NamedSharding | PartitionSpec):
+        sharding = sharding_of(device, "device_put")
+        check_devices(sharding.mesh.devices.flat)
+        return sharding
     if _is_list_of_devices(device) and device:
         check_devices(device)
         return tuple(device)
@@ -146,6 +139,24 @@ def _target(device: Any) -> Target:
         "device_put takes a torchpmap Device, a non-empty list of them, a NamedSharding or a "
         f"PartitionSpec, but got {device!r}."
     )
+
+
+def sharding_of(sharding: Any, what: str) -> NamedSharding:
+    """``sharding``, or that of a ``P(...)`` over the mesh of ``set_mesh``."""
+    if isinstance(sharding, NamedSharding):
+        return sharding
+    if not isinstance(sharding, PartitionSpec):
+        raise TypeError(
+            f"{what} takes a NamedSharding or a P(...), but got {sharding!r}: "
+            'NamedSharding(mesh, P("x")) names the mesh.'
+        )
+    mesh = current_mesh()
+    if mesh is None:
+        raise ValueError(
+            f"{what}: {sharding!r} needs a mesh. Name it (NamedSharding(mesh, {sharding!r})), or "
+            "set one with torchpmap.set_mesh(mesh)."
+        )
+    return NamedSharding(mesh, sharding)
 
 
 def put_as(
@@ -191,7 +202,7 @@ def _put(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     if _is_followed(value):
         result: torch.Tensor = _Put.apply(value, layout)
         return result
-    return make_sharded(layout, _placed(value, layout))
+    return make_sharded(layout, handle_of(value, layout, is_noted=False))
 
 
 def _is_followed(value: torch.Tensor) -> bool:
@@ -204,7 +215,7 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def forward(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-        return make_sharded(layout, _placed(value, layout))
+        return make_sharded(layout, handle_of(value, layout, is_noted=False))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, Any], output: Any) -> None:
@@ -457,27 +468,21 @@ def block_until_ready(x: Tree) -> Tree:
     return x
 
 
-def handle_of(value: Any, layout: Layout) -> Handle:
-    """The handle of an argument laid out as ``layout``: its own if it is there already, else it is
-    (re)sent, which ``report_gathers`` lists.
+def handle_of(value: Any, layout: Layout, *, is_noted: bool = True) -> Handle:
+    """The handle of a value laid out as ``layout``: its own if it is there already, else it is
+    (re)sent.
+
+    ``is_noted``: whether ``report_gathers`` lists a ShardedTensor that moves, as an argument.
     """
-    if type(value) is ShardedTensor:
-        handle = check_open(value)
-        here = value._layout
-        assert here is not None
-        if here.same_place(layout):
-            return handle
+    if type(value) is not ShardedTensor:
+        return store(layout, value if isinstance(value, torch.Tensor) else host_tensor(value))
+    handle, here = check_open(value), value._layout
+    assert here is not None
+    if here.same_place(layout):
+        return handle
+    if is_noted:
         note_gather(MOVE, value.nbytes)
-    return _placed(value, layout)
-
-
-def _placed(value: Any, layout: Layout) -> Handle:
-    if type(value) is ShardedTensor:
-        handle = check_open(value)
-        here = value._layout
-        assert here is not None
-        return move(here, handle, layout)
-    return store(layout, value if isinstance(value, torch.Tensor) else host_tensor(value))
+    return move(here, handle, layout)
 
 
 def handles_of(values: Sequence[Any], layouts: Sequence[Layout]) -> list[Handle]:

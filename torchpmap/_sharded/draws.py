@@ -15,11 +15,11 @@ from torchpmap._base.pytree import tree_map
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, spread_layout
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.gather_report import note_gather
-from torchpmap._sharded.strides import strides_of_results
+from torchpmap._sharded.operations import move
+from torchpmap._sharded.strides import strides_of, strides_of_copy
 from torchpmap._sharded.transfer import (
     check_equal_everywhere,
     has_copies,
-    move,
     places_here,
     store,
 )
@@ -109,10 +109,7 @@ def draw(make: Make, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         write(target, send_again(layout, host, what), make)
         return target
     wanted = general_layout(layout.shape, drawn.dtype, layout.sharding)
-    strides = None
-    if not drawn.is_contiguous():
-        strides = strides_of_results(_aten.clone.default, target)[0]
-    return make(wanted, send_again(wanted, drawn, what), strides=strides)
+    return make(wanted, send_again(wanted, drawn, what), strides=strides_of(drawn))
 
 
 def with_whole(
@@ -124,10 +121,8 @@ def with_whole(
     for operand in operands:
         layout, handle = operand._alive()
         wanted = replicated_layout(layout.shape, layout.dtype, layout.devices)
-        strides = None
-        if not operand.is_contiguous():
-            strides = strides_of_results(_aten.clone.default, operand)[0]
-        copies[id(operand)] = make(wanted, move(layout, handle, wanted), strides=strides)
+        moved = move(layout, handle, wanted)
+        copies[id(operand)] = make(wanted, moved, strides=strides_of_copy(operand))
     given: tuple[Sequence[Any], dict[str, Any]] = tree_map(
         lambda value: copies.get(id(value), value), (args, kwargs)
     )

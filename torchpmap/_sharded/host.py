@@ -18,7 +18,6 @@ from torchpmap._base.torch_internals import LEVEL, forward_state, lazy_bits, unt
 from torchpmap._layout.common_grid import common_grid
 from torchpmap._layout.layout import Layout, spread_layout
 from torchpmap._sharded.arguments import is_by_columns, occurrences
-from torchpmap._sharded.blocks import in_columns
 from torchpmap._sharded.draws import (
     FROM_VALUES,
     draw,
@@ -29,8 +28,10 @@ from torchpmap._sharded.draws import (
 )
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.layers import on_host
-from torchpmap._sharded.strides import strides_of_results
+from torchpmap._sharded.spmd import in_columns
+from torchpmap._sharded.strides import strides_of_call, strides_of_copy
 from torchpmap._sharded.transfer import is_whole_here, store
+from torchpmap._sharded.trial import insist_on_kind
 from torchpmap._sharded.views import (
     Make,
     check_writable,
@@ -140,24 +141,18 @@ def assign(make: Make, target: Any, index: Any, value: Any) -> None:
 def _copy(operand: Any) -> torch.Tensor:
     """A copy on the host with the same order of dims in memory, which the result inherits."""
     host: torch.Tensor = operand.to_host()
-    if operand.is_contiguous():
+    own = strides_of_copy(operand)
+    if own is None:
         return host
-    source = strides_of_results(torch.ops.aten.clone.default, operand)[0]
-    return torch.empty_strided(host.shape, source.strides, dtype=host.dtype, device="cpu").copy_(
-        host
-    )
+    copy = torch.empty_strided(host.shape, own.strides, dtype=host.dtype, device="cpu")
+    return copy.copy_(host)
 
 
 def _write_back(
     make: Make, func: Any, targets: Sequence[Any], gathered: dict[int, torch.Tensor]
 ) -> None:
     for target in targets:
-        host, layout = gathered[id(target)], target._alive()[0]
-        if tuple(host.shape) != layout.shape or host.dtype != layout.dtype:
-            raise RuntimeError(
-                f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
-                "out-of-place operation."
-            )
+        insist_on_kind(func, target, gathered[id(target)])
     for target in targets:
         handle = send_again(target._layout, gathered[id(target)], f"what {func} writes")
         write(target, handle, make)
@@ -167,7 +162,7 @@ def _view_of(make: Make, parent: Any, func: Any, args: Sequence[Any], result: An
     """Put a view on the devices again, so that a write to it can reach ``parent``."""
     layout = parent._alive()[0]
     leaves, spec = tree_flatten(result)
-    found = strides_of_results(func, parent, args)
+    found = strides_of_call(func, (parent, *args))
     views = []
     for leaf, strides in zip(leaves, found, strict=True):
         wanted = spread_layout(leaf.shape, leaf.dtype, layout.devices)

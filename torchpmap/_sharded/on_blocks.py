@@ -18,13 +18,7 @@ from torchpmap._sharded.unforeseen import ROUNDED
 _aten = torch.ops.aten
 
 
-def described(
-    func: Any,
-    arguments: dict[str, Any],
-    trial: Trial,
-    cuts: Mapping[int, Cut],
-    sizes: tuple[int, ...],
-) -> Call:
+def described(trial: Trial, sizes: tuple[int, ...], cuts: Mapping[int, Cut]) -> Call:
     """A call as rules see it; ``cuts``: of the operands that have one, by position."""
     operands = {
         position: Operand(
@@ -39,13 +33,13 @@ def described(
     }
     defaults = {
         argument.name: argument.default_value
-        for argument in func._schema.arguments
+        for argument in trial.func._schema.arguments
         if argument.has_default_value()
     }
     values = [operands.get(position, value) for position, value in enumerate(trial.values)]
     return Call(
-        func,
-        defaults | filled(arguments, values),
+        trial.func,
+        defaults | filled(trial.arguments, values),
         tuple(operands.values()),
         tuple(tuple(result.shape) for result in trial.results),
         sizes,
@@ -56,8 +50,6 @@ def described(
 class OnBlocks:
     """A call, and where its operands and results lie."""
 
-    arguments: dict[str, Any]
-    """With a ``Slot`` for each operand."""
     trial: Trial
     call: Call
     placement: Placement
@@ -75,11 +67,11 @@ class OnBlocks:
         """The same operation with the sizes of blocks."""
         placement = self.placement
         shape = self.block_shape(self.call.results[0], placement.results[0])
-        if placement.as_view:
+        if placement.signature.as_view:
             return _aten.view.default, {"self": Slot(0), "size": shape}
-        if placement.size is not None:
-            return self.call.func, self.arguments | {placement.size: shape}
-        return self.call.func, self.arguments
+        if placement.signature.size is not None:
+            return self.trial.func, self.trial.arguments | {placement.signature.size: shape}
+        return self.trial.func, self.trial.arguments
 
     @property
     def rounds_parts(self) -> bool:
@@ -126,9 +118,8 @@ class OnBlocks:
         ]
 
     def _blocks(self) -> list[Any]:
+        cuts = self.placement.operands
         return [
-            meta(self.block_shape(value.shape, self.placement.operands[k]), value.dtype)
-            if isinstance(value, torch.Tensor)
-            else value
-            for k, value in enumerate(self.trial.values)
+            meta(self.block_shape(x.shape, cuts[k]), x.dtype) if isinstance(x, torch.Tensor) else x
+            for k, x in enumerate(self.trial.values)
         ]

@@ -1,7 +1,7 @@
-"""Operations on sharded tensors, run on the devices that hold the data.
+"""Operations on sharded tensors, and moves between layouts, run on the devices that hold the data.
 
     func, args --key--> Operation --> one frame to the workers --> handles
-         +------------> _prepare: rule -> placement -> graph of one operation -> workers
+         +------------> _sharded/lower: rule -> placement -> graph of one operation -> workers
 
 An ``Operation`` is a plan of a single ATen operation: it is made once per kind of call (operation,
 layouts, structure, arguments that are not tensors, settings of torch as for mapped functions) and
@@ -13,28 +13,26 @@ A call that cannot run block by block has no plan: the caller gathers.
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
-from torchpmap._base.ambient import ambient, keyed
-from torchpmap._base.errors import kind_of
+from torchpmap._base.ambient import keyed
 from torchpmap._base.torch_internals import autograd_node, in_backward, next_node_number
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Team
-from torchpmap._runtime.defining import define
-from torchpmap._sharded.arguments import Unsupported, facts_of, is_by_columns
+from torchpmap._sharded.arguments import Unsupported, facts_of, is_by_columns, slotted
 from torchpmap._sharded.gather_report import note_gather
-from torchpmap._sharded.graphs import Blueprint, blueprint
+from torchpmap._sharded.lower import Operation, lower_move, lower_operation
 from torchpmap._sharded.transfer import (
     check_equal_everywhere,
+    gather,
     is_whole_here,
-    places_here,
+    store,
     store_on,
+    team_of,
 )
 from torchpmap._trace.pickling import number_of
 
@@ -43,28 +41,11 @@ _MAX_NUMBERS = 1024
 _MAX_REDUCED = 4096
 
 _aten = torch.ops.aten
-_ids = itertools.count(-1, -1)  # negative, unlike those of mapped functions
 _lock = threading.RLock()
 _keeping = threading.RLock()  # the end of an object may interrupt its holder
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _HOST = (torch.Tensor, torch.nn.Parameter)
 _UNKNOWN: Any = object()
-
-
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """One kind of operation, known to the workers."""
-
-    id: int
-    team: Team
-    blueprint: Blueprint
-    keeps_order: bool
-    """Whether the dims of its results have the same order in memory as the operands'."""
-    spans: bool
-    """Whether several processes, each of which makes the call, hold the results."""
-
-    def __del__(self) -> None:
-        self.team.runtime.forget(self.id)
 
 
 class _Known:
@@ -96,6 +77,16 @@ class _Known:
             tensor = torch.tensor(value, dtype=_DTYPES[type(value)], device="cpu")
             handle = self.team.runtime.put(self.team, [tensor] * len(self.team.ranks))
         return _keep(self.numbers, key, handle, _MAX_NUMBERS)
+
+    def operation(self, key: Hashable, make: Callable[..., Operation | None], *given: Any) -> Any:
+        """What is known for a key, else what ``make`` gives for ``given``."""
+        found = self.operations.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
+            with _lock:
+                found = make(*given)
+        elif len(self.operations) <= _MAX_OPERATIONS // 2:  # the order matters only near the limit
+            return found
+        return _keep(self.operations, key, found, _MAX_OPERATIONS)
 
 
 _known: dict[Team, _Known] = {}
@@ -137,10 +128,19 @@ class _Scan:
         self.operands: list[Any] = []
 
     def argument(self, name: str, value: Any) -> Hashable:
-        if type(value) in _DTYPES and name in self.slots and _is_portable(value):
+        if self.is_number(name, value):
             self.operands.append(value)
             return name, type(value)
         return name, self.part(value)
+
+    def is_number(self, name: str, value: Any) -> bool:
+        """Whether it is a number that is an input."""
+        if type(value) not in _DTYPES or name not in self.slots:
+            return False
+        return type(value) is not int or -(2**63) <= value < 2**63
+
+    def is_operand(self, name: str, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) or self.is_number(name, value)
 
     def part(self, value: Any) -> Hashable:
         kind = type(value)
@@ -162,10 +162,6 @@ class _Scan:
 
 
 _PLAIN = (str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-def _is_portable(value: Any) -> bool:
-    return type(value) is not int or -(2**63) <= value < 2**63
 
 
 # -- making and starting operations ----------------------------------------------------------------
@@ -191,13 +187,7 @@ def operation_for(
     known = _known_of(_team_of(kind, scan.operands))
     prefer = _preferred(known, func, args, scan)
     key = (func, keyed(), parts, named, prefer)
-    operation = known.operations.get(key, _UNKNOWN)
-    if operation is _UNKNOWN:
-        with _lock:
-            operation = _prepare(known, scan, func, args, kwargs, prefer)
-            _keep(known.operations, key, operation, _MAX_OPERATIONS)
-    elif len(known.operations) > _MAX_OPERATIONS // 2:  # the order matters only near the limit
-        _keep(known.operations, key, operation, _MAX_OPERATIONS)
+    operation = known.operation(key, _prepare, known.team, scan, func, args, kwargs, prefer)
     return None if operation is None else (operation, scan.operands)
 
 
@@ -216,7 +206,7 @@ def _team_of(kind: Any, operands: Sequence[Any]) -> Team:
 
 
 def _prepare(
-    known: _Known,
+    team: Team,
     scan: _Scan,
     func: Any,
     args: Sequence[Any],
@@ -226,51 +216,51 @@ def _prepare(
     named = dict(zip(facts_of(func).names, args, strict=False)) | kwargs
     layouts = [o._layout if type(o) is scan.kind else None for o in scan.operands]
     try:
-        is_spread = any(layout is not None and _spans(layout) for layout in layouts)
-        made = blueprint(func, named, scan.operands, layouts, scan.slots, prefer, spans=is_spread)
+        arguments, operands = slotted(named, scan.is_operand)
+        return lower_operation(team, func, arguments, operands, layouts, prefer)
     except Unsupported:
         return None
-    if made.checks_numbers:
-        made.check_numbers(scan.operands)
-    team = known.team.runtime.team(made.definition.ranks)
-    shapes = ", ".join(kind_of(layout.shape, layout.dtype) for layout in made.inputs if layout)
-    definition = replace(
-        made.definition, plan_id=next(_ids), ambient=ambient(), arguments=f"ShardedTensors {shapes}"
-    )
-    define(team, definition, made.groups, f"{func} of ShardedTensors {shapes}")
-    keeps_order = not made.written and facts_of(func).keeps_order
-    spans = len(places_here(made.outputs[0])) < len(team.ranks) if made.outputs else False
-    return Operation(definition.plan_id, team, made, keeps_order, spans)
-
-
-def _spans(layout: Layout) -> bool:
-    """Whether this process has some blocks of a value, and others have the rest."""
-    return bool(places_here(layout)) and not is_whole_here(layout)
 
 
 def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tuple[Layout, Handle]]:
     """Run an operation on the workers: layout and handle of every result; does not wait."""
-    made, team = operation.blueprint, operation.team
+    team = operation.team
     known = _known_of(team)
-    if made.checks_numbers:
-        made.check_numbers(operands)
-    if made.moved:
-        note_gather(made.func, made.moved)
+    if operation.checks_numbers:
+        operation.trial.check_numbers(operands)
+    if operation.moved:
+        note_gather(operation.trial.func, operation.moved)
     if operation.spans:
         _compare(known, operation, kind, operands)
     held: list[Handle] = []
-    for operand, layout in zip(operands, made.inputs, strict=True):
+    for operand, layout in zip(operands, operation.inputs, strict=True):
         if type(operand) is kind:
             held.append(operand._handle)
         elif layout is None:
             held.append(known.number(operand))
         else:
             held.append(store_on(team, layout, operand))
-    if made.reduces and operands[0].requires_grad:
+    if operation.reduces and operands[0].requires_grad:
         layout = operands[0]._layout  # autograd has made the node before the operation runs
         _keep(known.reduced, (next_node_number() - 1, layout.shape), layout, _MAX_REDUCED)
-    outputs = team.runtime.execute(team, operation.id, held, len(made.outputs))
-    return list(zip(made.outputs, outputs, strict=True))
+    outputs = team.runtime.execute(team, operation.id, held, len(operation.outputs))
+    return list(zip(operation.outputs, outputs, strict=True))
+
+
+def move(layout: Layout, handle: Handle, wanted: Layout) -> Handle:
+    """The handle of a value in another layout: its own, if all blocks are in place already.
+
+    Raises:
+        RuntimeError: no process has all blocks, and they are to move to other devices.
+    """
+    if layout.same_place(wanted):
+        return handle
+    if is_whole_here(layout):
+        return store(wanted, gather(layout, handle))
+    team = team_of(wanted)
+    operation = _known_of(team).operation((layout, wanted), lower_move, team, layout, wanted)
+    (result,) = team.runtime.execute(team, operation.id, [handle], 1)
+    return result
 
 
 def _compare(known: _Known, operation: Operation, kind: Any, operands: Sequence[Any]) -> None:
@@ -280,10 +270,10 @@ def _compare(known: _Known, operation: Operation, kind: Any, operands: Sequence[
     Numbers that all have given before are compared later, when the processes next exchange
     something (see ``History``).
     """
-    made, ranks = operation.blueprint, operation.team.ranks
+    func, ranks = operation.trial.func, operation.team.ranks
     unseen: dict[str, Any] = {}
     numbers = []
-    for operand, layout in zip(operands, made.inputs, strict=True):
+    for operand, layout in zip(operands, operation.inputs, strict=True):
         if type(operand) is kind:
             continue
         if layout is None:
@@ -291,11 +281,11 @@ def _compare(known: _Known, operation: Operation, kind: Any, operands: Sequence[
             number = known.seen.get(key)
             if number is None:
                 number = number_of(repr(key).encode())
-                unseen[f"{made.func}: the number that it is given"] = operand
+                unseen[f"{func}: the number that it is given"] = operand
             _keep(known.seen, key, number, _MAX_NUMBERS)
             numbers.append((operand, number))
         else:
-            unseen[f"{made.func}: the host tensor {len(unseen)} that it is given"] = operand
+            unseen[f"{func}: the host tensor {len(unseen)} that it is given"] = operand
     if unseen:
         check_equal_everywhere(unseen, ranks)
     operation.team.runtime.note(operation.team, operation.id, numbers)

@@ -30,7 +30,7 @@ from torchpmap._layout.mesh import Mesh, NamedSharding
 from torchpmap._runtime import current, inline_mode
 from torchpmap._runtime.base import Handle, PoolRuntime
 from torchpmap._sharded.tensor import ShardedTensor
-from torchpmap._sharded.transfer import gather, store_on
+from torchpmap._sharded.transfer import blocks_of, gather, store_on
 
 
 @boundary
@@ -186,17 +186,14 @@ def _rescued(layout: Layout, handle: Any) -> torch.Tensor | BaseException:
         if not any(owner.loss(handle, place) for place in range(len(layout.ranks))):
             raise
     whole = owner.memory(layout.shape, layout.dtype)
-    copies: dict[str, list[int]] = {}
-    for place, index in enumerate(layout.slices):
-        copies.setdefault(str(index), []).append(place)
-    for places in copies.values():
+    for places, index in blocks_of(layout):
         losses = {place: owner.loss(handle, place) for place in places}
         left = next((place for place, loss in losses.items() if loss is None), None)
         if left is None:
             found = losses[places[0]]
             assert found is not None
             return found
-        owner.fetch(handle, [(left, -1, 0, whole[layout.slices[left]])])
+        owner.fetch(handle, [(left, -1, 0, whole[index])])
     return whole
 
 

@@ -1,7 +1,7 @@
 """Writes what one device does with blocks: the graph, and the groups that it communicates in.
 
-An operation (``_sharded/graphs``) is a node between blocks that are brought to the cuts it needs; a
-move (``_sharded/redistribute``) is a block brought to another cut.  On a grid of (2, 2):
+An operation is a node between blocks that are brought to the cuts it needs (``_sharded/lower``;
+many of them, ``_sharded/spread``); a move is a block brought to another cut.  On a grid of (2, 2):
 
     P('x') to P(None, 'y')    device (r, c) keeps its columns c, and gathers along x
     P('x') to P(None, 'x')    sends each device of its column the columns that it keeps
@@ -13,6 +13,7 @@ The graph is written down directly; there is nothing to trace.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,26 +21,19 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from torchpmap._base.torch_internals import LazyGraphModule
-from torchpmap._collectives.backend import summable
+from torchpmap._base.ambient import Ambient
+from torchpmap._base.torch_internals import FakeTensor, LazyGraphModule
+from torchpmap._collectives import backend as raw
+from torchpmap._collectives.groups import pick
 from torchpmap._layout.axis_stack import group_name, subgroup_name
 from torchpmap._layout.common_grid import CommonGrid
 from torchpmap._layout.grid import Cut
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._sharded.arguments import filled, positional
-from torchpmap._sharded.blocks import (
-    added_once,
-    combined,
-    exchanged,
-    in_columns,
-    joined,
-    own_block,
-    place_along,
-    stored,
-)
 from torchpmap._sharded.layers import INSTEAD, run_on_blocks
 from torchpmap._sharded.on_blocks import OnBlocks
+from torchpmap._sharded.rules.signature import Combine
 from torchpmap._sharded.unforeseen import ROUNDED, name_of
 from torchpmap._trace.compile import EAGER, Definition, Kind
 from torchpmap._trace.repetition import keep_places
@@ -61,7 +55,7 @@ class Emitter:
     def __init__(self, grid: CommonGrid) -> None:
         self.grid = grid
         self.groups: dict[str, RankPartition] = {}
-        self._ranks = tuple(device.id for device in grid.devices)
+        self._ranks = grid.ranks
         self._graph = torch.fx.Graph()
         self._constants: dict[str, Any] = {}
         self.index = self._graph.placeholder("index")
@@ -101,6 +95,7 @@ class Emitter:
         ranks: Sequence[int],
         inputs: Sequence[Kind] = (),
         arguments: str = "",
+        ambient: Ambient = (),
     ) -> Definition:
         """The definition of a plan with these results, which are kept as ``outputs`` say."""
         blocks = [self.call(stored, block) for block in results]
@@ -116,6 +111,7 @@ class Emitter:
             tuple(inputs),
             tuple((layout.block_shape, layout.dtype) for layout in outputs),
             EAGER,
+            ambient,
             arguments=arguments,
         )
 
@@ -139,35 +135,22 @@ class Emitter:
 
     # -- an operation ------------------------------------------------------------------------------
 
-    def results(self, operation: OnBlocks, blocks: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
-        """What an operation gives: the new values of what it writes, then its results, whole along
-        the dims of the grid along which devices have parts of them.
+    def parts(
+        self, operation: OnBlocks, blocks: Sequence[torch.fx.Node]
+    ) -> list[tuple[torch.fx.Node, tuple[int, ...]]]:
+        """What an operation gives: the new values of what it writes, then its results; with each,
+        the dims of the grid along which devices have parts of it, which are still to be added up.
 
         ``blocks``: of its operands, in the cuts that it needs.
         """
         given = [self._given(operation, k, block) for k, block in enumerate(blocks)]
-        written = [given[position] for position in operation.trial.written]
         made = self._on_blocks(operation, given)
-        if not operation.trial.makes_new:
-            return written
-        return written + [
-            self.sum(part, over, result.dtype) if over else part
-            for part, over, result in self._combined(operation, made)
-        ]
-
-    def parts(
-        self, operation: OnBlocks, blocks: Sequence[torch.fx.Node]
-    ) -> list[tuple[torch.fx.Node, tuple[int, ...]]]:
-        """The results of an operation that writes nothing; with each, the dims of the grid along
-        which devices have parts of it, which are still to be added up.
-        """
-        given = [self._given(operation, k, block) for k, block in enumerate(blocks)]
-        made = self._on_blocks(operation, given)
-        return [(part, over) for part, over, _ in self._combined(operation, made)]
+        written = [(given[position], ()) for position in operation.trial.written]
+        return [*written, *(self._combined(operation, made) if operation.trial.makes_new else ())]
 
     def sum(self, part: torch.fx.Node, over: tuple[int, ...], dtype: torch.dtype) -> torch.fx.Node:
         """The sum of what the devices along some dims of the grid have."""
-        return self.narrow(self.call(combined, part, "sum", *self.group(over), None), dtype)
+        return self.narrow(self.call(raw.all_reduce, part, "sum", self.group(over)[1]), dtype)
 
     def narrow(self, whole: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         """A sum in its dtype, of which the parts may have more digits."""
@@ -179,11 +162,11 @@ class Emitter:
             return block
         if position == 0 and operation.trial.by_columns:
             block = self.call(in_columns, block)
-        if position in operation.placement.once and operation.added_along:
+        if position in operation.placement.signature.once and operation.added_along:
             block = self.call(added_once, block, self.place_along(operation.added_along))
         if position in operation.trial.written:  # the stored value may be used again
             block = self.call(_aten.clone.default, block)
-        return self.call(summable, block) if operation.rounds_parts else block
+        return self.call(raw.summable, block) if operation.rounds_parts else block
 
     def _on_blocks(
         self, operation: OnBlocks, blocks: Sequence[torch.fx.Node]
@@ -209,21 +192,21 @@ class Emitter:
 
     def _combined(
         self, operation: OnBlocks, made: Sequence[torch.fx.Node]
-    ) -> Iterator[tuple[torch.fx.Node, tuple[int, ...], torch.Tensor]]:
-        """Each result, whole but for a sum along some dims, those dims, and what it is of."""
+    ) -> Iterator[tuple[torch.fx.Node, tuple[int, ...]]]:
+        """Each result, whole but for a sum along some dims, and those dims."""
         order = operation.call.arguments.get("ord", operation.call.arguments.get("p"))
         combine = operation.placement.combine
         for part, how, result in zip(made, combine, operation.trial.results, strict=True):
             if how is None or not operation.is_sent(how):
-                yield self._as(operation, part, result), (), result
+                yield self._as(operation, part, result), ()
             elif how.kind == "sum":
-                yield part, how.over, result
+                yield part, how.over
             elif how.kind == "mean":
                 parts = self.grid.parts(how.over)
-                yield self.call(_aten.div.Tensor, part, parts), how.over, result
+                yield self.call(_aten.div.Tensor, part, parts), how.over
             else:
                 whole = self.call(combined, part, how.kind, *self.group(how.over), order)
-                yield self._as(operation, whole, result), (), result
+                yield self._as(operation, whole, result), ()
 
     def _as(self, operation: OnBlocks, node: torch.fx.Node, result: torch.Tensor) -> torch.fx.Node:
         return self.narrow(node, result.dtype) if operation.rounds_parts else node
@@ -275,3 +258,102 @@ def _alike(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     """How many dims of the grid two entries of cuts begin with alike."""
     alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     return sum(1 for _ in alike)
+
+
+# -- what the graph calls --------------------------------------------------------------------------
+
+
+def place_along(index: torch.Tensor, sizes: Sequence[int], over: Sequence[int]) -> torch.Tensor:
+    """The place of device ``index`` of a grid along some of its dims, the first the slowest."""
+    place = torch.zeros_like(index)
+    for k in over:  # device 5 of a grid of (2, 4): 5 // 4 = 1 along dim 0, 5 % 4 along dim 1
+        place = place * sizes[k] + index // math.prod(sizes[k + 1 :]) % sizes[k]
+    return place
+
+
+def added_once(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """``x`` on the first of the devices that add up partial results, zeros on the others."""
+    return torch.where(place == 0, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def own_block(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> torch.Tensor:
+    """The block at place ``index`` of a value that this device holds whole, contiguous as stored
+    blocks are.
+
+    Some kernels ignore strides: ``native_layer_norm_backward`` reads ``mean`` and ``rstd`` as if
+    they were contiguous, because torch's own always are.
+    """
+    rows = whole.shape[dim] // size
+    if index.is_cpu and not isinstance(index, FakeTensor):  # else it is traced
+        return whole.narrow(dim, int(index) * rows, rows).contiguous()
+    # reading the index would wait for all that the device has to do
+    return pick(whole.unflatten(dim, (size, rows)).movedim(dim, 0), index).contiguous()
+
+
+def listed(index: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+    """``numbers[index]`` as a tensor."""
+    return pick(index.new_tensor(numbers), index)
+
+
+def joined(block: torch.Tensor, dim: int, size: int, group: str) -> torch.Tensor:
+    """The blocks of a group put together along a dim, on every device of it; contiguous."""
+    return raw.all_gather(block, size, group).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def combined(
+    part: torch.Tensor, kind: Combine, size: int, group: str, order: float | None
+) -> torch.Tensor:
+    """Combine partial results into the whole, on every device; ``order`` is that of a norm."""
+    if kind == "max" or kind == "min":
+        return raw.all_reduce(part, kind, group)
+    parts = raw.all_gather(part, size, group)
+    if kind == "prod":
+        return parts.prod(0, dtype=part.dtype)
+    if kind == "logsumexp":
+        return parts.logsumexp(0)
+    assert kind == "norm", kind
+    return torch.linalg.vector_norm(parts, 2 if order is None else order, dim=0)
+
+
+def stored(block: torch.Tensor) -> torch.Tensor:
+    """A block as it is kept: contiguous, and not a part of a larger memory.
+
+    It may share its memory with another value, for example after a reshape: values are immutable.
+    """
+    block = block.resolve_conj().resolve_neg()
+    alone = block.untyped_storage().nbytes() == block.numel() * block.itemsize
+    if alone and block.is_contiguous():
+        return block
+    return block.clone(memory_format=torch.contiguous_format)
+
+
+def in_columns(matrix: torch.Tensor) -> torch.Tensor:
+    """The same matrices, stored by columns."""
+    return matrix.mT.contiguous().mT
+
+
+def exchanged(block: torch.Tensor, dim: int, other: int, size: int, group: str) -> torch.Tensor:
+    """The blocks of a group joined along ``dim``, and cut along ``other``: a device sends each of
+    the others the part that it keeps.  Contiguous.
+    """
+    rows = block.unflatten(other, (size, block.shape[other] // size)).movedim(other, 0)
+    parts = raw.all_to_all(rows, size, group)
+    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def added_up(parts: Sequence[torch.Tensor], group: str) -> list[torch.Tensor]:
+    """The sums of the parts of a group, on every device of it."""
+    return raw.all_reduce_many(parts, "sum", group)
+
+
+def added_and_cut(
+    parts: Sequence[torch.Tensor], dims: Sequence[int], size: int, group: str
+) -> list[torch.Tensor]:
+    """Of the sum of each part over a group, this device's block along its dim; one message."""
+    rows = [
+        x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0)
+        for x, dim in zip(parts, dims, strict=True)
+    ]
+    flat = torch.cat([x.reshape(size, -1) for x in rows], 1)
+    own = raw.reduce_scatter(flat, size, group).split([x[0].numel() for x in rows])
+    return [x.reshape(row.shape[1:]) for x, row in zip(own, rows, strict=True)]

@@ -14,16 +14,17 @@ import itertools
 import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import tree_flatten
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._layout.grid import Cut, block_shape, padded, trimmed
-from torchpmap._sharded.arguments import Slot, Unsupported, facts_of, is_by_columns, plain
-from torchpmap._sharded.blocks import added_and_cut, added_up
+from torchpmap._sharded.arguments import Unsupported, facts_of, is_by_columns, plain, slotted
 from torchpmap._sharded.choice import chosen
 from torchpmap._sharded.joined import (
     VIEWS,
@@ -36,10 +37,9 @@ from torchpmap._sharded.joined import (
     keeps_rows,
 )
 from torchpmap._sharded.on_blocks import OnBlocks, described
-from torchpmap._sharded.rules.signature import Call, Placement
 from torchpmap._sharded.rules.table import rule_of
-from torchpmap._sharded.spmd import WITHOUT_STRIDES, Emitter
-from torchpmap._sharded.summands import OF_SHAPES, Reshard, Value, carried
+from torchpmap._sharded.spmd import WITHOUT_STRIDES, Emitter, added_and_cut, added_up
+from torchpmap._sharded.summands import OF_SHAPES, Moved, Value, carried
 from torchpmap._sharded.trial import Trial, meta
 from torchpmap._sharded.unforeseen import name_of
 from torchpmap._trace.graphs import placeholders, results_of
@@ -71,7 +71,7 @@ class Spread:
     emitter: Emitter
     wishes: Mapping[Node, Cut] = field(default_factory=dict)
     """Nodes whose values are those of their operands, in these cuts."""
-    reshards: list[Reshard] = field(default_factory=list)
+    reshards: list[Moved] = field(default_factory=list)
     _values: dict[Node, Any] = field(default_factory=dict)
     _moved: dict[tuple[Node, Cut, tuple[int, ...]], Node] = field(default_factory=dict)
     """Blocks of values in other cuts, while they are parts of sums along the last dims."""
@@ -265,17 +265,10 @@ class Spread:
             raise _Waits(sums)
 
     def _operation(self, node: Node, func: Any) -> Any:
-        sources: list[Node] = []
-
-        def slot(value: Any) -> Any:
-            if isinstance(value, Node):
-                sources.append(value)
-                return Slot(len(sources) - 1)
-            return [slot(item) for item in value] if isinstance(value, list | tuple) else value
-
         named = dict(zip(facts_of(func).names, node.args, strict=False)) | dict(node.kwargs)
         kept = {name: named[name] for name in ("memory_format",) if name in named}
-        func, arguments = plain(func, {name: slot(value) for name, value in named.items()})
+        slots, sources = slotted(named, lambda _, value: isinstance(value, Node))
+        func, arguments = plain(func, slots)
         arguments |= kept  # a view may rely on it
         if name_of(func) in OF_SHAPES:  # parts of a sum may have another dtype
             arguments["dtype"] = node.meta["val"].dtype
@@ -286,8 +279,13 @@ class Spread:
             self._bring_back(joined)
             return self._operation(node, node.target)
         by_columns = is_by_columns(func, [source.meta["val"] for source in sources])
-        trial = _trial_of(node, values, by_columns)
-        call, placement = self._chosen(func, arguments, values, trial)
+        trial = _trial_of(node, func, arguments, values, by_columns)
+        call, placement = chosen(
+            partial(described, trial, self.emitter.grid.sizes),
+            {k: value.cut for k, value in enumerate(values)},
+            rule_of(func),
+            weights=[k for k, value in enumerate(values) if value.is_weight],
+        )
         stay = all(v.cut == placement.operands[k] for k, v in enumerate(values) if v.joined)
         if not stay or (rows and placement.results[0][rows.dim :][:1] != (rows.over,)):
             self._bring_back(joined)
@@ -298,7 +296,7 @@ class Spread:
             if sums:
                 raise _Waits(sums)
             over = ()
-        operation = OnBlocks(arguments, trial, call, placement)
+        operation = OnBlocks(trial, call, placement)
         if not operation.fits():
             raise Unsupported
         blocks = [
@@ -314,21 +312,6 @@ class Spread:
             is_weight,
         )
         return replace(results, joined=rows) if rows else results
-
-    def _chosen(
-        self, func: Any, arguments: dict[str, Any], values: Sequence[Value], trial: Trial
-    ) -> tuple[Call, Placement]:
-        """A call, and where its operands and results lie."""
-
-        def call_with(cuts: Mapping[int, Cut]) -> Call:
-            return described(func, arguments, trial, cuts, self.emitter.grid.sizes)
-
-        return chosen(
-            call_with({k: value.cut for k, value in enumerate(values)}),
-            call_with,
-            rule_of(func),
-            [k for k, value in enumerate(values) if value.is_weight],
-        )
 
     def _viewed(self, node: Node, value: Value) -> Value | None:
         """A view that joins rows as each device has them, or takes such rows apart; else None."""
@@ -365,17 +348,20 @@ class Spread:
                 parts = self.emitter.grid.parts(rows.over)
                 first = rows.over if rows.shape[0] % parts == 0 else cut[0]
                 wanted = (*padded((first,), len(rows.shape)), *cut[len(rows.shape) :])
-                reshard = Reshard(str(node.target), place_of(node), sizes, value.dtype, cut, wanted)
-                self.reshards.append(reshard)
+                self._note(node, replace(value, shape=sizes, cut=cut), wanted)
                 block, cut = in_order(self.emitter, value.block, rows, sizes, cut, wanted)
                 self._values[node] = replace(value, block=block, cut=trimmed(cut), joined=None)
 
     def _brought(self, node: Node, source: Node, wanted: Cut) -> Node:
         value: Value = self._values[source]
         if self.emitter.sends(value.cut, wanted):
-            where = str(node.target), place_of(node)
-            self.reshards.append(Reshard(*where, value.shape, value.dtype, value.cut, wanted))
+            self._note(node, value, wanted)
         return self._moved_to(source, wanted)
+
+    def _note(self, node: Node, value: Value, wanted: Cut) -> None:
+        before, after = map(self.emitter.grid.spec_of, (value.cut, wanted))
+        what = kind_of(value.shape, value.dtype), before, after, value.num_bytes
+        self.reshards.append(Moved(str(node.target), place_of(node), *what))
 
     def _moved_to(self, node: Node, wanted: Cut) -> Node:
         value: Value = self._values[node]
@@ -427,14 +413,16 @@ def _with(cut: Cut, dim: int, over: tuple[int, ...]) -> Cut:
     return trimmed(entries)
 
 
-def _trial_of(node: Node, values: Sequence[Value], by_columns: bool) -> Trial:
+def _trial_of(
+    node: Node, func: Any, arguments: dict[str, Any], values: Sequence[Value], by_columns: bool
+) -> Trial:
     """What is known of a node's call: it was traced."""
     leaves, spec = tree_flatten(node.meta["val"])
     results = tuple(meta(x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor))
     numbers = itertools.count()
     places = tuple(next(numbers) if isinstance(x, torch.Tensor) else None for x in leaves)
     given = [meta(v.shape, v.dtype) for v in values]
-    return Trial(given, (), places, spec, results, True, by_columns)
+    return Trial(func, arguments, given, (), places, spec, results, True, by_columns)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -9,8 +9,9 @@ a view reports what it would report if it had memory:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torchpmap._sharded.memory import CPU, STRIDED
 from torchpmap._sharded.views import Make, is_linked
 
 _aten = torch.ops.aten
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Strides(NamedTuple):
@@ -43,20 +45,25 @@ def strides_of(tensor: torch.Tensor) -> Strides:
     return Strides(tensor.stride(), int(tensor.storage_offset()), storage.nbytes())
 
 
-def strides_of_results(func: Any, tensor: torch.Tensor, args: Sequence[Any] = ()) -> list[Strides]:
-    """Where the results of ``func(tensor, *args)``, views of ``tensor`` or copies, lie.
+def strides_of_call(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = _NOTHING
+) -> list[Strides]:
+    """Where the results of ``func(*args, **kwargs)`` lie.
 
-    Raises what torch raises where the strides of ``tensor`` do not allow such a view.
+    Raises what torch raises where the strides of a tensor do not allow such a view of it.
     """
-    key = _hashable(args)
-    return _strides_of_results(func, key, tensor.dtype, tensor.shape, strides_of(tensor))
+    key: tuple[tuple[str, Any], ...] = ()
+    for name, x in kwargs.items():
+        if name not in ("device", "pin_memory"):
+            key += ((name, _hashable(x)),)
+    return _strides_of_call(func, _hashable(args), key)
 
 
 def strides_of_computed(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[tuple[int, ...], ...] | None:
-    """The strides of the new tensors ``func(*args, **kwargs)`` if ``func`` keeps the order of dims;
-    None: they are contiguous.
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Strides] | None:
+    """Where the new tensors ``func(*args, **kwargs)`` lie, for a ``func`` that keeps the order of
+    dims; None: they are contiguous.
 
     torch's elementwise operations keep the order of dims in memory: ``x.T * 2`` is transposed, too.
     Whether a later ``reshape`` is a view or a copy depends on it.
@@ -69,9 +76,14 @@ def strides_of_computed(
                 break
         else:
             return None
-    options = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
-    key = tuple((name, _hashable(x)) for name, x in options.items())
-    return _strides_of_computed(func, _hashable(args), key)
+    return strides_of_call(func, args, kwargs)
+
+
+def strides_of_copy(tensor: Any, memory_format: Any = None) -> Strides | None:
+    """Where ``tensor.clone()`` lies; None: it is contiguous."""
+    options = {} if memory_format is None else {"memory_format": memory_format}
+    found = strides_of_computed(_aten.clone.default, (tensor,), options)
+    return found[0] if found else None
 
 
 class _Like(NamedTuple):
@@ -83,9 +95,13 @@ class _Like(NamedTuple):
 
 
 def _hashable(value: Any) -> Any:
+    if type(value) is int:
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(map(_hashable, value))
     if isinstance(value, torch.Tensor):
         return _Like(value.dtype, value.shape, strides_of(value))
-    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+    return value
 
 
 def _unhashed(value: Any) -> Any:
@@ -94,17 +110,16 @@ def _unhashed(value: Any) -> Any:
     return list(map(_unhashed, value)) if type(value) is tuple else value
 
 
-@lru_cache(1024)
-def _strides_of_computed(
+@lru_cache(2048)
+def _strides_of_call(
     func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> tuple[tuple[int, ...], ...]:
-    named = {name: _unhashed(x) for name, x in kwargs}
+) -> list[Strides]:
     operands = list(map(_unhashed, args))
-    results = func(*operands, **named)
+    results = func(*operands, **{name: _unhashed(x) for name, x in kwargs})
     results = (results,) if isinstance(results, torch.Tensor) else results
     if func in _FORGETFUL:
         results = [_in_format_of(operands[0], x) for x in results]
-    return tuple(x.stride() for x in results if x is not None)
+    return [strides_of(x) for x in results if x is not None]
 
 
 _FORGETFUL = frozenset(
@@ -130,14 +145,6 @@ def _meta(dtype: torch.dtype, shape: torch.Size, own: Strides) -> torch.Tensor:
     memory = torch.empty(own.num_bytes, dtype=torch.uint8, device="meta").untyped_storage()
     tensor = torch.empty(0, dtype=dtype, device="meta")
     return tensor.set_(memory, own.offset, shape, own.strides)
-
-
-@lru_cache(1024)
-def _strides_of_results(
-    func: Any, args: tuple[Any, ...], dtype: torch.dtype, shape: torch.Size, own: Strides
-) -> list[Strides]:
-    results = func(_meta(dtype, shape, own), *args)
-    return [strides_of(x) for x in ([results] if isinstance(results, torch.Tensor) else results)]
 
 
 def in_whole_memory(

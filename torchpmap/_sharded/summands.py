@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
+from torchpmap._base.errors import size_text
 from torchpmap._base.inexact import is_inexact
 from torchpmap._layout.grid import Cut
+from torchpmap._layout.mesh import PartitionSpec
 from torchpmap._sharded.joined import Joined
 from torchpmap._sharded.rules.signature import Call
 from torchpmap._sharded.unforeseen import name_of
@@ -56,22 +59,23 @@ class Value:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Reshard:
+class Moved(NamedTuple):
     """An operand that an operation could not take as it lay."""
 
     operation: str
     place: str
     """The user's line."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    cut: Cut
-    wanted: Cut
+    kind: str
+    """Dtype and shape of the whole."""
+    before: PartitionSpec
+    after: PartitionSpec
+    num_bytes: int
+    """Of the whole."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole operand."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def __str__(self) -> str:
+        moved = f"{self.kind} from {self.before} to {self.after}"
+        at = f" at {self.place}" if self.place else ""
+        return f"{self.operation}: {moved} ({size_text(self.num_bytes)}){at}"
 
 
 def carried(

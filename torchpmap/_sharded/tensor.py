@@ -46,8 +46,9 @@ from torchpmap._sharded.indexing import (
     takes_part_of_a_cut,
     without_masks,
 )
+from torchpmap._sharded.lower import Operation
 from torchpmap._sharded.memory import CPU, STRIDED, Remote, no_sequence
-from torchpmap._sharded.operations import Operation, operation_for, start
+from torchpmap._sharded.operations import operation_for, start
 from torchpmap._sharded.shown import html_of, text_of
 from torchpmap._sharded.strides import (
     QUESTIONS,
@@ -55,11 +56,13 @@ from torchpmap._sharded.strides import (
     Strides,
     in_whole_memory,
     strides_of,
+    strides_of_call,
     strides_of_computed,
-    strides_of_results,
+    strides_of_copy,
     turn,
 )
 from torchpmap._sharded.transfer import (
+    blocks_of,
     cuts_rows,
     fetch_blocks,
     fetch_row,
@@ -156,13 +159,13 @@ class ShardedTensor(Remote):
         layout, handle = self._alive()
         here = places_here(layout)
         blocks = dict(zip(here, fetch_blocks(layout, handle, here), strict=True))
-        seen: dict[str, int] = {}
-        shards = []
-        for place, (device, index) in enumerate(zip(layout.devices, layout.slices, strict=True)):
-            replica = seen[str(index)] = seen.get(str(index), -1) + 1
-            if place in blocks:
-                shards.append(Shard(device, index, replica, blocks[place]))
-        return shards
+        shards = {
+            place: Shard(layout.devices[place], index, replica, blocks[place])
+            for places, index in blocks_of(layout)
+            for replica, place in enumerate(places)
+            if place in blocks
+        }
+        return [shards[place] for place in here]
 
     def addressable_data(self, index: int) -> torch.Tensor:
         """The block of the ``index``-th device as a CPU tensor; ``IndexError`` if there is none."""
@@ -458,38 +461,31 @@ def _shared(func: Any, source: ShardedTensor, memory_format: Any) -> ShardedTens
         twin = _same_strides(source)
         link_alias(twin, source, _same_strides)
         return twin
-    if memory_format in CHANNELS_LAST:
-        orders = strides_of_computed(func, (source,), {"memory_format": memory_format})
-        return make_sharded(*source._alive(), orders[0] if orders else None)
-    if memory_format is torch.contiguous_format or source.is_contiguous():
-        return make_sharded(*source._alive())
-    strides = strides_of_results(_aten.clone.default, source)[0]
-    return make_sharded(*source._alive(), strides=strides)
+    return make_sharded(*source._alive(), strides=strides_of_copy(source, memory_format))
 
 
 def _on_devices(
     operation: Operation, operands: list[Any], func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Start an operation on the workers; the results may not be computed yet."""
-    made = operation.blueprint
     started = start(operation, ShardedTensor, operands)
-    if made.written:
-        written = [operands[position] for position in made.written]
+    if operation.written:
+        written = [operands[position] for position in operation.written]
         for target, (_, handle) in zip(written, started, strict=False):
             write(target, handle, make_sharded)
-        return made.result([*written, *(make_sharded(*x) for x in started[len(written) :])])
-    if func.is_view:
-        theirs = strides_of_results(func, args[0], args[1:])
-        results = [make_sharded(*x, strides=y) for x, y in zip(started, theirs, strict=True)]
-        link_view(results, args[0], func, args[1:])
-    elif func is _aten.new_empty_strided.default:
-        results = [make_sharded(*started[0], args[2])]
+        return operation.trial.result(
+            [*written, *(make_sharded(*x) for x in started[len(written) :])]
+        )
+    strides = None
+    if func.is_view or func is _aten.new_empty_strided.default:
+        strides = strides_of_call(func, args, kwargs)
     elif operation.keeps_order:
-        orders = strides_of_computed(func, args, kwargs)
-        if orders is None:
-            results = [make_sharded(*x) for x in started]
-        else:
-            results = [make_sharded(*x, order) for x, order in zip(started, orders, strict=True)]
+        strides = strides_of_computed(func, args, kwargs)
+    if strides is None:
+        results = [make_sharded(*x) for x in started]
     else:
-        results = make_all(*zip(*started, strict=True))
-    return made.result(results)
+        pairs = zip(started, strides, strict=True)
+        results = [make_sharded(*x, strides=theirs) for x, theirs in pairs]
+    if func.is_view:
+        link_view(results, args[0], func, args[1:])
+    return operation.trial.result(results)

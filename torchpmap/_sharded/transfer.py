@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from torchpmap._base.fingerprint import digest, shown
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.current import devices, process_index, runtime
-from torchpmap._sharded.redistribute import redistributed
 
 EQUAL = (
     "Make them equal (torchpmap.multihost.broadcast), or give each process its own rows, as mapped "
@@ -57,30 +56,21 @@ def gather(layout: Layout, handle: Handle) -> torch.Tensor:
         return fetch_blocks(layout, handle, [_first_here(layout)])[0]
     owner = handle.team.runtime
     whole = owner.memory(layout.shape, layout.dtype)
-    owner.fetch(handle, [(place, -1, 0, whole[index]) for place, index in _blocks(layout)])
+    owner.fetch(handle, [(places[0], -1, 0, whole[index]) for places, index in blocks_of(layout)])
     return whole
 
 
-def _blocks(layout: Layout) -> Iterable[tuple[int, tuple[slice, ...]]]:
-    """The blocks of a value: the place of a device that holds each, and which part it is."""
-    found: dict[str, tuple[int, tuple[slice, ...]]] = {}
+def blocks_of(layout: Layout) -> Collection[tuple[list[int], tuple[slice, ...]]]:
+    """The blocks of a value: the places of the devices that hold each, and which part it is."""
+    found: dict[str, tuple[list[int], tuple[slice, ...]]] = {}
     for place, index in enumerate(layout.slices):
-        found.setdefault(str(index), (place, index))
+        found.setdefault(str(index), ([], index))[0].append(place)
     return found.values()
 
 
 def has_copies(layout: Layout) -> bool:
     """Whether several devices hold one block."""
-    return len(layout.devices) > sum(1 for _ in _blocks(layout))
-
-
-def move(layout: Layout, handle: Handle, wanted: Layout) -> Handle:
-    """The handle of a value in another layout: its own, if all blocks are in place already."""
-    if layout.same_place(wanted):
-        return handle
-    if is_whole_here(layout):
-        return store(wanted, gather(layout, handle))
-    return redistributed(team_of(wanted), layout, handle, wanted)
+    return len(layout.devices) > len(blocks_of(layout))
 
 
 def places_here(layout: Layout) -> list[int]:
@@ -171,8 +161,8 @@ def fetch_row(layout: Layout, handle: Handle, row: int) -> torch.Tensor:
         return target
     rows = layout.block_shape[0]
     wanted = [
-        (place, 0, row % rows, target[index[1:]])
-        for place, index in _blocks(layout)
+        (places[0], 0, row % rows, target[index[1:]])
+        for places, index in blocks_of(layout)
         if row in range(*index[0].indices(layout.shape[0]))
     ]
     owner.fetch(handle, wanted)

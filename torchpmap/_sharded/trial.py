@@ -7,13 +7,14 @@ operands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torchpmap._base.pytree import TreeSpec, tree_flatten
+from torchpmap._base.inexact import is_inexact
+from torchpmap._base.pytree import TreeSpec, tree_flatten, tree_unflatten
 from torchpmap._base.torch_internals import outside_modes
 from torchpmap._sharded.arguments import (
     Unsupported,
@@ -33,6 +34,9 @@ from torchpmap._sharded.unforeseen import name_of
 class Trial:
     """A call on meta tensors."""
 
+    func: Any
+    arguments: dict[str, Any]
+    """With a ``Slot`` for each operand."""
     values: list[Any]
     """Meta tensors and numbers, per operand."""
     written: tuple[int, ...]
@@ -45,10 +49,36 @@ class Trial:
     by_columns: bool
     """See ``is_by_columns``."""
 
+    def result(self, values: Sequence[Any]) -> Any:
+        """What the operation returns, made of what it wrote and its results."""
+        if self.leaves == (0,) and self.spec.is_leaf():  # faster than tree_unflatten
+            return values[0]
+        leaves = [None if k is None else values[k] for k in self.leaves]
+        return tree_unflatten(leaves, self.spec)
+
+    @property
+    def numbers(self) -> set[int]:
+        """Which operands are numbers."""
+        return {k for k, x in enumerate(self.values) if not isinstance(x, torch.Tensor)}
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether a tensor is of an integer dtype, for which a number may be out of range."""
+        every = (*self.values, *self.results)
+        return any(isinstance(x, torch.Tensor) and not is_inexact(x) for x in every)
+
+    def check_numbers(self, operands: Sequence[Any]) -> None:
+        """Raise what torch raises for numbers that do not suit integers, such as 300 for uint8."""
+        if not self.has_integers:
+            return
+        with outside_modes(), torch.no_grad():
+            ones = stand_ins(operands, lambda x: torch.ones((1,) * x.ndim, dtype=x.dtype))
+            call(self.func, filled(self.arguments, ones))
+
 
 def tried(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> Trial:
     """Run a call on meta tensors of the whole shapes."""
-    values = [meta(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in operands]
+    values = stand_ins(operands, lambda x: meta(x.shape, x.dtype))
     if any(isinstance(x, torch.Tensor) and not x.numel() for x in operands):
         _try_empty(func, arguments, values)
     result = masked(on_meta(func, arguments, values), arguments)
@@ -57,14 +87,7 @@ def tried(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> Tria
         raise Unsupported
     written = written_slots(func, arguments)
     for position in written:
-        if (values[position].shape, values[position].dtype) != (
-            operands[position].shape,
-            operands[position].dtype,
-        ):
-            raise RuntimeError(
-                f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
-                "out-of-place operation."
-            )
+        insist_on_kind(func, operands[position], values[position])
     places = {id(values[position]): k for k, position in enumerate(written)}
     results = tuple(leaf for leaf in leaves if leaf is not None and id(leaf) not in places)
     if not (results or written) or (results and written and name_of(func) not in INSTEAD):
@@ -73,6 +96,8 @@ def tried(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> Tria
     numbers_of = tuple(None if leaf is None else places[id(leaf)] for leaf in leaves)
     written_ones = tuple(values[k] for k in written)
     return Trial(
+        func,
+        arguments,
         values,
         written,
         numbers_of,
@@ -81,6 +106,15 @@ def tried(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> Tria
         bool(results),
         is_by_columns(func, operands),
     )
+
+
+def insist_on_kind(func: Any, target: torch.Tensor, written: torch.Tensor) -> None:
+    """Raise ``RuntimeError`` if what is written to a tensor is of another shape or dtype."""
+    if (target.shape, target.dtype) != (written.shape, written.dtype):
+        raise RuntimeError(
+            f"{func} would change the shape or dtype of a ShardedTensor in place; use the "
+            "out-of-place operation."
+        )
 
 
 def on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any:
@@ -138,10 +172,7 @@ def is_refused_here(func: Any, arguments: dict[str, Any], operands: Sequence[Any
     is_elementwise = rule_of(func) is elementwise
     new = torch.ones if is_elementwise else torch.zeros  # no divisor may be 0, and places must be
     with outside_modes(), torch.no_grad():
-        values = [
-            new(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, torch.Tensor) else x
-            for x in operands
-        ]
+        values = stand_ins(operands, lambda x: new(x.shape, dtype=x.dtype, device="cpu"))
         try:
             call(func, filled(arguments, values))
         except Exception:
@@ -156,15 +187,15 @@ def _raise_as_on_host(
 ) -> None:
     """Raise what a call raises on the host; on meta tensors some errors have another text."""
     try:
-        zeros = [
-            torch.zeros(value.shape, dtype=value.dtype, device="cpu")
-            if isinstance(value, torch.Tensor)
-            else value
-            for value in values
-        ]
+        zeros = stand_ins(values, lambda x: torch.zeros(x.shape, dtype=x.dtype, device="cpu"))
     except RuntimeError:  # not enough memory
         raise error from None
     call(func, filled(arguments, zeros))
+
+
+def stand_ins(values: Sequence[Any], make: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    """Operands with other tensors in the places of tensors."""
+    return [make(x) if isinstance(x, torch.Tensor) else x for x in values]
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -25,7 +25,8 @@ import torch
 from torchpmap._base.torch_internals import autograd_node, in_backward
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
-from torchpmap._sharded.transfer import move, store
+from torchpmap._sharded.operations import move
+from torchpmap._sharded.transfer import store
 
 _aten = torch.ops.aten
 Make = Callable[..., Any]

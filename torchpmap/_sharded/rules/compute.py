@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,6 +96,7 @@ def _along(call: Call) -> Signature | None:
     if named is None or named == []:
         return None  # roll() of the flat values
     ndim = len(call.results[0])
+    # of what has fewer dims, such as the empty [0] in a cat, all devices have the whole
     alike = [operand for operand in call.operands if operand.ndim == ndim]
     shapes = [*(operand.shape for operand in alike), *call.results]
     uneven = {dim for dim in range(ndim) if len({shape[dim] for shape in shapes}) > 1}
@@ -138,8 +138,11 @@ def _index(call: Call) -> Signature | None:
     return Signature({x.position: labels, values.position: own}, (labels,))
 
 
-def _trailing(num_dims: int | Callable[[Call], int]) -> Rule:
-    """Operations on the last dims; the dims before are batch dims."""
+def trailing(num_dims: int | Callable[[Call], int], size: str | None = None) -> Rule:
+    """Operations on the last dims; the dims before are batch dims.
+
+    ``size``: the argument that is the shape of the result.
+    """
 
     def rule(call: Call) -> Signature | None:
         core = num_dims if isinstance(num_dims, int) else num_dims(call)
@@ -150,6 +153,7 @@ def _trailing(num_dims: int | Callable[[Call], int]) -> Rule:
         return Signature(
             {o.position: leading(len(batch), o.ndim) for o in call.operands},
             tuple(leading(len(batch), len(shape)) for shape in call.results),
+            size=size,
         )
 
     return rule
@@ -179,67 +183,46 @@ def _product(left: str, right: str, result: str, names: tuple[str, str]) -> Rule
 # -- layers ----------------------------------------------------------------------------------------
 
 
-def _layer_norm(call: Call) -> Signature | None:
-    x = call.arguments["input"]
-    num_batch = x.ndim - len(call.arguments["normalized_shape"])
-    names = [name for name in ("grad_out", "input", "mean", "rstd") if name in call.arguments]
-    rows = [call.arguments[name] for name in names]
-    # the gradients of weight and bias are sums over the batch
-    num_rows = 1 if "grad_out" in names else 3
-    return _batched(call, rows, num_batch, num_rows)
+def batched(
+    names: str, num_rows: int, others: Combine = "sum", num_batch: int | Callable[[Call], int] = 1
+) -> Rule:
+    """The operands ``names``, if they are given, and the first ``num_rows`` results have batch dims
+    in front; the other results are put together by ``others``.
+    """
+
+    def rule(call: Call) -> Signature | None:
+        given = [call.arguments.get(name) for name in names.split()]
+        rows = [operand for operand in given if operand is not None]
+        dims = num_batch if isinstance(num_batch, int) else num_batch(call)
+        wanted = call.arguments.get("output_mask") or [True] * len(call.results)
+        if len(wanted) == len(call.results):  # fake kernels ignore the mask
+            wanted = [True] * len(wanted)
+        have_rows = [k < num_rows for k, wants in enumerate(wanted) if wants]
+        results = zip(have_rows, call.results, strict=True)
+        return Signature(
+            {operand.position: leading(dims, operand.ndim) for operand in rows},
+            tuple(leading(dims if has else 0, len(shape)) for has, shape in results),
+            tuple(None if has else others for has in have_rows),
+        )
+
+    return rule
+
+
+def _dims_before(call: Call) -> int:
+    """Of a layer norm."""
+    x, shape = call.arguments["input"], call.arguments["normalized_shape"]
+    return x.ndim - len(shape)
 
 
 def _convolution(call: Call) -> Signature | None:
-    names = [name for name in ("grad_output", "input") if name in call.arguments]
-    rows = [call.arguments[name] for name in names]
-    if rows[0].ndim != call.arguments["weight"].ndim:
-        return None
-    return _batched(call, rows, 1, 1)
-
-
-def _batched(call: Call, rows: Sequence[Any], num_batch: int, num_rows: int) -> Signature:
-    """Operands and results with a batch in front; the other results are sums over the batch.
-
-    ``num_rows``: how many of the results have a batch, including unwanted results.
-    """
-    wanted = call.arguments.get("output_mask") or [True] * len(call.results)
-    have_rows = [k < num_rows for k, wants in enumerate(wanted) if wants]
-    return Signature(
-        {operand.position: leading(num_batch, operand.ndim) for operand in rows},
-        tuple(
-            leading(num_batch if has_rows else 0, len(shape))
-            for has_rows, shape in zip(have_rows, call.results, strict=True)
-        ),
-        tuple(None if has_rows else "sum" for has_rows in have_rows),
-    )
+    x, weight = call.arguments["input"], call.arguments["weight"]
+    return batched("grad_output input", 1)(call) if x.ndim == weight.ndim else None
 
 
 def _sampled(call: Call) -> Signature | None:
     if False in call.arguments.get("output_mask", ()):
         return None  # kernels give both gradients all the same, fake ones too
-    names = [name for name in ("grad_output", "input", "grid") if name in call.arguments]
-    return _batched(call, [call.arguments[name] for name in names], 1, 2)
-
-
-def _windows(ndim: int) -> Rule:
-    """Channels and places of a window become one dim, or the other way round."""
-
-    def rule(call: Call) -> Signature | None:
-        x = call.arguments["self"]
-        return _batched(call, [x], 1, 1) if x.ndim == ndim else None
-
-    return rule
-
-
-def _resized(num_trailing: int) -> Rule:
-    """The gradient of what has another size after it."""
-    without_size = _trailing(num_trailing)
-
-    def rule(call: Call) -> Signature | None:
-        signature = without_size(call)
-        return None if signature is None else replace(signature, size="input_size")
-
-    return rule
+    return batched("grad_output input grid", 2)(call)
 
 
 def _embedding(call: Call) -> Signature | None:
@@ -264,9 +247,8 @@ def _table() -> dict[str, Rule]:
         "addmv": _product("ik", "k", "i", ("mat", "vec")),
         "baddbmm": _product("bik", "bkj", "bij", ("batch1", "batch2")),
         "bmm": _product("bik", "bkj", "bij", ("self", "mat2")),
-        "constant_pad_nd": _trailing(lambda call: len(call.arguments["pad"]) // 2),
+        "constant_pad_nd": trailing(lambda call: len(call.arguments["pad"]) // 2),
         "convolution": _convolution,
-        "col2im": _windows(3),
         "convolution_backward": _convolution,
         "dot": _product("k", "k", "", ("self", "tensor")),
         "embedding": _embedding,
@@ -275,40 +257,44 @@ def _table() -> dict[str, Rule]:
         "grid_sampler_2d_backward": _sampled,
         "grid_sampler_3d": _sampled,
         "grid_sampler_3d_backward": _sampled,
-        "im2col": _windows(4),
         "index": _index,
         "index_put": _index,
         "mm": _product("ik", "kj", "ij", ("self", "mat2")),
         "mv": _product("ik", "k", "i", ("self", "vec")),
-        "native_layer_norm": _layer_norm,
-        "native_layer_norm_backward": _layer_norm,
+        "native_layer_norm": batched("input", 3, num_batch=_dims_before),
+        "native_layer_norm_backward": batched(
+            "grad_out input mean rstd", 1, num_batch=_dims_before
+        ),
         "vdot": _product("k", "k", "", ("self", "other")),
     }
     for kind, names in _REDUCTIONS.items():
         table |= dict.fromkeys(names.split(), _reduction(kind))
     for num_dims, names in _ON_LAST.items():
-        table |= dict.fromkeys(names.split(), _trailing(num_dims))
+        table |= dict.fromkeys(names.split(), trailing(num_dims))
     for num_dims, names in _RESIZING.items():
-        table |= dict.fromkeys(names.split(), _trailing(num_dims))
-        table |= {f"{name}_backward": _resized(num_dims) for name in names.split()}
+        table |= dict.fromkeys(names.split(), trailing(num_dims))
+        backward = [f"{name}_backward" for name in names.split()]
+        table |= dict.fromkeys(backward, trailing(num_dims, "input_size"))
     return table | dict.fromkeys(_ALONG.split(), _along) | dict.fromkeys(_INDEXED.split(), _indexed)
 
 
 _ALONG = (
-    "_log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data cummax "
-    "cummin cumprod cumsum flip gather glu glu_backward logcumsumexp roll scatter scatter_add "
-    "scatter_reduce sort topk"
+    "_log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data cat "
+    "cummax cummin cumprod cumsum flip gather glu glu_backward logcumsumexp roll scatter "
+    "scatter_add scatter_reduce sort topk"
 )
 _INDEXED = "index_add index_copy index_fill index_select"
 _ON_LAST = {
-    1: "reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward",
+    0: "view_as_real",
+    1: "reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward "
+    "view_as_complex",
     2: "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _linalg_det _linalg_slogdet "
-    "adaptive_max_pool2d adaptive_max_pool2d_backward avg_pool2d avg_pool2d_backward "
+    "adaptive_max_pool2d adaptive_max_pool2d_backward avg_pool2d avg_pool2d_backward col2im "
     "linalg_cholesky_ex linalg_inv_ex linalg_qr max_pool2d_with_indices "
     "max_pool2d_with_indices_backward reflection_pad2d reflection_pad2d_backward "
     "replication_pad2d replication_pad2d_backward tril triu",
     3: "_adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d "
-    "adaptive_max_pool3d_backward avg_pool3d avg_pool3d_backward max_pool3d_with_indices "
+    "adaptive_max_pool3d_backward avg_pool3d avg_pool3d_backward im2col max_pool3d_with_indices "
     "max_pool3d_with_indices_backward pixel_shuffle pixel_unshuffle reflection_pad3d "
     "reflection_pad3d_backward replication_pad3d replication_pad3d_backward",
 }

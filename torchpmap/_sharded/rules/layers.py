@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchpmap._sharded.rules.compute import aligned, leading
+from torchpmap._sharded.rules.compute import aligned, batched, leading
 from torchpmap._sharded.rules.signature import Call, Combine, Labels, Rule, Signature
 
 
-def _layer(names: Sequence[str], num_rows: int, others: Combine, num_batch: int = 1) -> Rule:
-    """The operands ``names`` and the first ``num_rows`` results have rows; the other results are
-    put together by ``others``.
-    """
-
-    def rule(call: Call) -> Signature | None:
-        rows = [call.arguments[name] for name in names]
-        wanted = call.arguments.get("output_mask") or [True] * len(call.results)
-        if len(wanted) == len(call.results):  # fake kernels ignore the mask
-            wanted = [True] * len(wanted)
-        have_rows = [k < num_rows for k, wants in enumerate(wanted) if wants]
-        results = zip(have_rows, call.results, strict=True)
-        return Signature(
-            {operand.position: leading(num_batch, operand.ndim) for operand in rows},
-            tuple(leading(num_batch if has else 0, len(shape)) for has, shape in results),
-            tuple(None if has else others for has in have_rows),
-        )
-
-    return rule
-
-
-def _attention(names: Sequence[str], num_rows: int, mask_name: str = "attn_bias") -> Rule:
+def _attention(names: str, num_rows: int, mask_name: str = "attn_bias") -> Rule:
     """Rows and heads are batches; the mask, [T, S] or [B or 1, H or 1, T, S], may have them."""
-    without_mask = _layer(names, num_rows, "equal", 2)
+    without_mask = batched(names, num_rows, "equal", 2)
 
     def rule(call: Call) -> Signature | None:
         signature = without_mask(call)
@@ -100,29 +78,27 @@ _LOSSES = (
     "binary_cross_entropy_backward huber_loss_backward mse_loss_backward smooth_l1_loss_backward"
 )
 _NLL = "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward"
-_HEADS = ("query", "key", "value")
-_KEPT = ("out", "logsumexp")
+_HEADS = "query key value"
+_KEPT = f"{_HEADS} out logsumexp"
 
 LAYERS: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_for_cpu": _attention(_HEADS, 2, "attn_mask"),
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(
-        ("grad_out", *_HEADS, *_KEPT), 3, "attn_mask"
+        f"grad_out {_KEPT}", 3, "attn_mask"
     ),
     "_scaled_dot_product_flash_attention": _attention(_HEADS, 2),
-    "_scaled_dot_product_flash_attention_backward": _attention(("grad_out", *_HEADS, *_KEPT), 3),
+    "_scaled_dot_product_flash_attention_backward": _attention(f"grad_out {_KEPT}", 3),
     "_scaled_dot_product_cudnn_attention": _attention(_HEADS, 2),
-    "_scaled_dot_product_cudnn_attention_backward": _attention(("grad_out", *_HEADS, *_KEPT), 3),
+    "_scaled_dot_product_cudnn_attention_backward": _attention(f"grad_out {_KEPT}", 3),
     "_scaled_dot_product_efficient_attention": _attention(_HEADS, 2),
-    "_scaled_dot_product_efficient_attention_backward": _attention(
-        ("grad_out_", *_HEADS, *_KEPT), 4
-    ),
+    "_scaled_dot_product_efficient_attention_backward": _attention(f"grad_out_ {_KEPT}", 4),
     "mkldnn_rnn_layer": _lstm,
     "mkldnn_rnn_layer_backward": _lstm,
-    "_native_batch_norm_legit_functional": _layer(["input"], 1, "equal"),
-    "native_batch_norm": _layer(["input"], 1, "equal"),
-    "native_batch_norm_backward": _layer(["grad_out", "input"], 1, "equal"),
-    "native_group_norm": _layer(["input"], 3, "sum"),
-    "native_group_norm_backward": _layer(["grad_out", "input", "mean", "rstd"], 1, "sum"),
+    "_native_batch_norm_legit_functional": batched("input", 1, "equal"),
+    "native_batch_norm": batched("input", 1, "equal"),
+    "native_batch_norm_backward": batched("grad_out input", 1, "equal"),
+    "native_group_norm": batched("input", 3),
+    "native_group_norm_backward": batched("grad_out input mean rstd", 1),
     **dict.fromkeys(_LOSSES.split(), _loss),
     **dict.fromkeys(_NLL.split(), _nll),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torchpmap._sharded.rules.compute import aligned, dims_of, numbered
+from torchpmap._sharded.rules.compute import aligned, dims_of, numbered, trailing
 from torchpmap._sharded.rules.signature import Call, Labels, Rule, Signature
 
 
@@ -58,66 +58,26 @@ def _repeat(call: Call) -> Signature:
     return Signature({x.position: labels}, ((*(None,) * (len(shape) - x.ndim), *labels),))
 
 
-def _select(call: Call) -> Signature:
-    x = call.arguments["self"]
-    labels = numbered(x.ndim, dims_of(call.arguments["dim"], x.ndim))
+def _part(call: Call) -> Signature:
+    """A part of ``self`` along some dims, or the whole with ``src`` or a gradient as that part.
+
+    Each device has these dims whole.
+    """
+    x: Any = call.arguments.get("self")
+    source: Any = call.arguments.get("src", call.arguments.get("grad_output"))
+    part = call.results[0] if source is None else source.shape
+    whole = x.shape if source is None else call.results[0]
+    both = "dim1" in call.arguments
+    named = [call.arguments[name] for name in (("dim1", "dim2") if both else ("dim",))]
+    is_all = "start" in call.arguments and part == whole
+    labels = numbered(len(whole), set() if is_all else dims_of(named, len(whole)))
     rest = tuple(label for label in labels if label is not None)
-    return Signature({x.position: labels}, (rest,) * len(call.results))
-
-
-def _slice(call: Call) -> Signature:
-    x = call.arguments["self"]
-    (dim,) = dims_of(call.arguments["dim"], x.ndim)
-    labels = numbered(x.ndim, set() if x.shape == call.results[0] else {dim})
-    return Signature({x.position: labels}, (labels,))
-
-
-def _split(call: Call) -> Signature:
-    x = call.arguments["self"]
-    labels = numbered(x.ndim, dims_of(call.arguments["dim"], x.ndim))
-    return Signature({x.position: labels}, (labels,) * len(call.results))
-
-
-def _select_back(call: Call) -> Signature:
-    """``select_scatter`` and the gradient of ``select``: the result has the selected dim."""
-    shape = call.results[0]
-    labels = numbered(len(shape), dims_of(call.arguments["dim"], len(shape)))
-    rest = tuple(label for label in labels if label is not None)
-    return _inserted(call, labels, rest)
-
-
-def _slice_back(call: Call) -> Signature:
-    shape = call.results[0]
-    labels = numbered(len(shape), dims_of(call.arguments["dim"], len(shape)))
-    return _inserted(call, labels, labels)
-
-
-def _inserted(call: Call, whole: Labels, part: Labels) -> Signature:
-    if "grad_output" in call.arguments:
-        grad = call.arguments["grad_output"]
-        return Signature({grad.position: part}, (whole,), size="input_sizes")
-    x, source = call.arguments["self"], call.arguments["src"]
-    return Signature({x.position: whole, source.position: part}, (whole,))
-
-
-def _diagonal(call: Call) -> Signature:
-    whole = call.arguments.get("self")
-    shape = call.results[0] if whole is None or "src" in call.arguments else whole.shape
-    ndim = len(shape)
-    taken = dims_of((call.arguments["dim1"], call.arguments["dim2"]), ndim)
-    labels = numbered(ndim, taken)
-    part = (*(label for label in labels if label is not None), None)
-    if whole is None or "src" in call.arguments:
-        return _inserted(call, labels, part)
-    return Signature({whole.position: labels}, (part,))
-
-
-def _cat(call: Call) -> Signature:
-    shape = call.results[0]
-    labels = numbered(len(shape), dims_of(call.arguments["dim"], len(shape)))
-    # torch leaves out an empty [0] among tensors of any shape: it stays whole
-    joined = [operand for operand in call.operands if operand.ndim == len(shape)]
-    return Signature({operand.position: labels for operand in joined}, (labels,))
+    own = labels if len(part) == len(whole) else (*rest, *(None,) * (len(part) - len(rest)))
+    if source is None:
+        return Signature({x.position: labels}, (own,) * len(call.results))
+    if x is None:
+        return Signature({source.position: own}, (labels,), size="input_sizes")
+    return Signature({x.position: labels, source.position: own}, (labels,))
 
 
 def _stack(call: Call) -> Signature:
@@ -139,32 +99,18 @@ def _new(call: Call) -> Signature:
     return Signature({x.position: labels}, ((None,) * len(shape),), ("equal",))
 
 
-def _as_real(call: Call) -> Signature:
-    x = call.arguments["self"]
-    return _same_dims(x, (*range(x.ndim), None))
-
-
-def _as_complex(call: Call) -> Signature:
-    x = call.arguments["self"]
-    labels = numbered(x.ndim, {x.ndim - 1})
-    return Signature({x.position: labels}, (labels[:-1],))
-
-
-def _view(call: Call) -> Signature:
+def _view(call: Call) -> Signature | None:
     if "dtype" not in call.arguments:
         return _reshaped(call)
-    x = call.arguments["self"]
-    labels = numbered(x.ndim, set() if x.shape == call.results[0] else {x.ndim - 1})
-    return Signature({x.position: labels}, (labels,))
+    return trailing(int(call.operands[0].shape != call.results[0]))(call)
 
 
 SHAPE: dict[str, Rule] = {
     "_reshape_alias": _reshaped,
     "_unsafe_view": _reshaped,
-    "cat": _cat,
-    "diagonal": _diagonal,
-    "diagonal_backward": _diagonal,
-    "diagonal_scatter": _diagonal,
+    "diagonal": _part,
+    "diagonal_backward": _part,
+    "diagonal_scatter": _part,
     "expand": _expand,
     "new_empty": _new,
     "new_full": _new,
@@ -172,24 +118,22 @@ SHAPE: dict[str, Rule] = {
     "new_zeros": _new,
     "permute": _permute,
     "repeat": _repeat,
-    "select": _select,
-    "select_backward": _select_back,
-    "select_scatter": _select_back,
-    "slice": _slice,
-    "slice_backward": _slice_back,
-    "slice_scatter": _slice_back,
-    "split": _split,
-    "split_with_sizes": _split,
+    "select": _part,
+    "select_backward": _part,
+    "select_scatter": _part,
+    "slice": _part,
+    "slice_backward": _part,
+    "slice_scatter": _part,
+    "split": _part,
+    "split_with_sizes": _part,
     "squeeze": _reshaped,
     "stack": _stack,
     "t": _transpose,
     "transpose": _transpose,
-    "unbind": _select,
-    "unsafe_split": _split,
-    "unsafe_split_with_sizes": _split,
+    "unbind": _part,
+    "unsafe_split": _part,
+    "unsafe_split_with_sizes": _part,
     "unsqueeze": _reshaped,
     "view": _view,
-    "view_as_complex": _as_complex,
-    "view_as_real": _as_real,
 }
 """Rule by name of the operation."""

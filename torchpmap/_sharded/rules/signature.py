@@ -103,9 +103,7 @@ class Placement:
     combine: tuple[Combination | None, ...]
     over: tuple[int, ...] = ()
     """All dims of the grid along which devices have other blocks."""
-    size: str | None = None
-    as_view: bool = False
-    once: tuple[int, ...] = ()
+    signature: Signature = Signature({}, ())
 
 
 def placement_of(call: Call, rule: Rule | None, prefer: Cut = ()) -> Placement | None:
@@ -159,8 +157,7 @@ def _placed(call: Call, signature: Signature, prefer: Cut) -> Placement | None:
         results.append(cut)
         combine.append(Combination(kind, tuple(missing)) if missing and kind else None)
     over = tuple(sorted(k for dims in cuts.values() for k in dims))
-    options = (signature.size, signature.as_view, signature.once)
-    return Placement(wanted, tuple(results), tuple(combine), over, *options)
+    return Placement(wanted, tuple(results), tuple(combine), over, signature)
 
 
 def _cut_labels(
