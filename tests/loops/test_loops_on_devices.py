@@ -268,3 +268,14 @@ def test_a_carry_of_a_class_that_workers_do_not_know(mode):
     for _ in range(2):  # also once it is known
         found = tp.pmap(lambda x: program(x), compile=mode)(x)
         assert torch.equal(found.cpu(), x[:, 0] + x.sum(1))
+
+
+def test_a_constant_of_an_inner_gradient_in_a_loop_under_an_outer_one():
+    def inner(x):
+        factor = torch.tensor(1) + 2
+        return tp.scan(lambda c, _: (c * c * factor, None), x, None, length=2)[0].sum()
+
+    f = tp.pmap(lambda x: torch.func.grad(inner)(x), compile=GRAPH, fullgraph=True)
+    # inner is 27 x^4, its derivative 108 x^3, and that one's 324 x^2
+    x = torch.randn(4, 3, dtype=torch.float64)
+    torch.testing.assert_close(torch.func.grad(lambda x: f(x).sum())(x).cpu(), 324 * x**2)

@@ -36,7 +36,7 @@ from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import private
 from torchpmap._loops.emit import discarded
 from torchpmap._trace.block_program import surrounded_by, surrounding
-from torchpmap._trace.capture import Exchange, Substitute, TracedCalls
+from torchpmap._trace.capture import Exchange, Substitute, TracedCalls, without_finding
 from torchpmap.random._streams import active_streams, repeated
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class Surroundings:
             active = function_modes()
             for mode in self._modes:
                 if not any(mode is other for other in active):
-                    stack.enter_context(_pushed(mode))
+                    stack.enter_context(_pushed(without_finding(mode)))
             if self._streams is not None:
                 stack.enter_context(repeated(self._streams, self._draws + after, step))
             yield

@@ -351,6 +351,13 @@ class TracedCalls(Substitute):
         track_as(mode.tracer, tensor, value)
 
 
+def without_finding(mode: TorchFunctionMode) -> TorchFunctionMode:
+    """The mode for a part of a trace that runs later, under fewer transforms: there ``find`` would
+    take a tensor of a transform that has ended for one from around the call.
+    """
+    return TracedCalls(mode._capture, as_it_is) if isinstance(mode, TracedCalls) else mode
+
+
 READERS = (
     torch.Tensor.numpy,
     torch.Tensor.tolist,

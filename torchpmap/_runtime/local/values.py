@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count, repeat
 
 import torch
@@ -73,10 +74,11 @@ class Values:
         try:
             return memoryview(bytearray(length))
         except MemoryError:
-            if kind != wire.PUT or len(given) < 8 * (3 + 64):  # more dims than torch has
-                raise
-            dtype, shape, _ = wire.read_kind(given[8:])
-            raise wire.no_memory(self._where, shape, dtype) from None
+            with suppress(wire.FrameError, struct.error):  # of a description that is not yet here
+                if kind == wire.PUT:
+                    dtype, shape, _ = wire.read_kind(given[8:])
+                    raise wire.no_memory(self._where, shape, dtype) from None
+            raise MemoryError(f"no memory {self._where}: {length} bytes") from None
 
     def place(self, body: memoryview) -> torch.Tensor:
         """Store what lies in shared memory, as a frame PLACE says; returns that memory, which the
