@@ -55,6 +55,10 @@ OUT_OF_PLACE = _operations("""
     f: torch.take_along_dim({0}, {0}.argmin($d, keepdim=True), $d)
     ff: {0}.index_add(0, torch.arange({1}.shape[0]) % {0}.shape[0], {1})
     f: torch.zeros_like({0}).scatter_add($d, torch.zeros_like({0}, dtype=torch.int64), {0})
+    # writes to what is expanded, or is read too, which a compiler may do in place
+    n: {0}[:1].expand({0}.shape).index_add(0, torch.zeros(1, dtype=torch.int64), {0}[:1])
+    n: ({0} * 2)[:1].expand({0}.shape).index_copy(0, torch.tensor([0]), {0}[-1:])
+    n: {0}.index_add(0, torch.arange({0}.shape[0]).flip(0), {0})
     # products
     nn: {0} @ {1}; nn: {0} @ {1}.transpose(-1, -2); ff: torch.einsum('...i,...j->...ij', {0}, {1})
     ff: torch.einsum('i...,i...->...', {0}, {1}); f: torch.einsum('...ij,...kj->...ik', {0}, {0})
@@ -115,6 +119,7 @@ IN_PLACE = _operations("""
     aa: {0}[..., 0] = {1}; f: {0}.clamp_(min=0); n: {0}.t().mul_(3)
     n: {0}.transpose(0, -1)[1:].sub_(1)
     nn: {0}.index_add_(0, torch.zeros({1}.shape[0], dtype=torch.int64), {1})
+    a: {0}[1:] = {0}[:-1].clone(); a: {0}[torch.arange({0}.shape[0]).flip(0)] = {0}.clone()
     a: {0}.index_fill_($d, torch.tensor([0]), 1); fb: {0}.masked_fill_({1}, -1.0)
     aia: {0}[{1}.long().reshape(-1)[0] % {0}.shape[0]] = {2}
     nin: {0}[{1}.long().reshape(-1)[0] % {0}.shape[0]] += {2}
