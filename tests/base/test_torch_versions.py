@@ -8,7 +8,8 @@ from _launched import run_program
 from _support import EAGER, TRACED
 
 import torchpmap as tp
-from torchpmap._base.torch_versions import autocast_dtypes
+from torchpmap._base.replaced import Replaced, Replacement
+from torchpmap._base.torch_versions import apply_entry, autocast_dtypes
 
 X = torch.arange(48.0).reshape(2, 3, 8)
 
@@ -20,6 +21,23 @@ def test_rows_are_viewed_as_another_dtype(dim: int, dtype: torch.dtype) -> None:
     assert torch.equal(torch.vmap(lambda row: row.view(dtype), dim)(X), expected)
     twice = torch.vmap(torch.vmap(lambda row: row.view(dtype)))
     assert torch.equal(twice(X), X.view(dtype))
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+
+def test_apply_is_replaced_where_a_base_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "apply" in vars(torch.autograd.Function):  # before torch 2.15
+        monkeypatch.delattr(torch.autograd.Function, "apply")
+    entry = apply_entry(lambda kind, args: [x + (kind is Double) for x in args])
+    for _ in range(2):
+        with Replaced([Replacement(*entry)]):
+            assert Double.apply(torch.ones(())) == 4
+        assert Double.apply(torch.ones(())) == 2
+        assert "apply" not in vars(torch.autograd.Function)
 
 
 def test_a_view_of_rows_shares_their_memory() -> None:

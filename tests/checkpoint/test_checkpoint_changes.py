@@ -73,7 +73,7 @@ def outcome(folder: Path) -> Any:
         try:
             assert latest(folder.parent) in (None, folder)
         except tp.CheckpointError as error:
-            assert "Use a later release" in str(error) or "torchpmap 0.1" in str(error)  # noqa: PT017
+            assert "Use the one that" in str(error) or "torchpmap 0.1" in str(error)  # noqa: PT017
     try:
         return loaded(folder)
     except (tp.CheckpointError, FileNotFoundError):

@@ -2,9 +2,12 @@
 Python; and the comparison of copies that ``check_vma`` makes without a trace.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from _support import WAYS
+from torch.utils import _pytree as pytree
 
 import torchpmap as tp
 from torchpmap import P
@@ -72,6 +75,26 @@ def test_errors_name_the_device(mesh, serial):
     text = r"devices returned different kinds of results: device 0 .*float32\[2, 2\].*device 1 ret"
     with pytest.raises(ValueError, match=text):
         mapped(lambda a: a if a[0, 0].item() == 0 else a[:1], mesh, XY, XY)(X)
+
+
+class Shown:
+    """Its text is about its tensor."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __repr__(self):
+        return f"Shown({list(self.x.shape)})"
+
+
+pytree.register_pytree_node(Shown, lambda each: ([each.x], None), lambda xs, _: Shown(*xs))
+
+
+@pytest.mark.parametrize("serially", [True, False])
+def test_a_container_that_shows_its_tensors(serially, pool):
+    with tp.debug.fake_pmap(serial=True) if serially else nullcontext():
+        found = tp.pmap(lambda x: Shown(x * 2), compile=False)(X)
+    assert torch.equal(found.x.cpu(), X * 2)
 
 
 def only_below(a):

@@ -130,8 +130,40 @@ def test_a_schedule_inside_is_not_lost():
         optimizer.step()
         schedule.step()
 
-    with pytest.warns(UserWarning, match=r"it changes the rate of SGD. Use scheduler.step\(\)"):
+    with pytest.warns(UserWarning, match=r"it changes a setting of SGD. Use scheduler.step\(\)"):
         step(cut(torch.randn(8, 8, dtype=torch.float64), "replicated"))
+
+
+class Decaying(torch.optim.SGD):
+    def step(self, closure=None):
+        self.param_groups[0][self.name] *= 0.5
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("where", ["in step", "before step"])
+@pytest.mark.parametrize("name", ["lr", "momentum", "weight_decay"])
+def test_a_setting_that_changes_inside_is_not_lost(name, where):
+    def trained(jit):
+        x = torch.ones(3, requires_grad=True)
+        kind = Decaying if where == "in step" else torch.optim.SGD
+        optimizer = kind([x], lr=0.1, momentum=0.5, weight_decay=0.5)
+        optimizer.name = name
+
+        @jit
+        def step():
+            optimizer.zero_grad()
+            (x * x).sum().backward()
+            if where == "before step":
+                optimizer.param_groups[0][name] *= 0.5
+            optimizer.step()
+
+        for _ in range(4):
+            step()
+        return x.detach().cpu(), optimizer.param_groups[0][name]
+
+    with pytest.warns(UserWarning, match="it changes a setting of"):
+        found = trained(jit)
+    torch.testing.assert_close(found, trained(lambda f: f))
 
 
 class Registry(dict):

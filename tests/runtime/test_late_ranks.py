@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 from _support import wait_for
@@ -91,6 +92,15 @@ def test_a_rank_that_runs_nothing_is_not_late():
     waits.limits[8] = Limit(8, 0, (0, 1), 1.0, "step", 1.0)
     assert waits.overdue(1.0, lambda rank: RUNS, lambda rank: True) is None
     assert not waits.limits
+
+
+def test_a_look_reads_each_rank_once_whatever_the_number_of_calls():
+    """The thread that looks reads the answers, too."""
+    waits, read = Waits(), Mock(return_value=BUSY)
+    for seq in range(8, 5008):
+        waits.limits[seq] = Limit(seq, 0, (0, 1), 1.0, "step", 1.0)
+    assert waits.overdue(5.0, read, Mock(return_value=False)) is None
+    assert read.call_count == 2
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,7 @@ def test_any_other_bytes_are_refused(data):
         *(b'{"namedtuple": ["os", "system", ["true"]]}', b'{"namedtuple": ["os", 3, []]}'),
         *(b'{"namedtuple": [[], "x", []]}', b'{"namedtuple": ["os", "terminal_size", [1]]}'),
         *(b'{"aside": [1]}', b'{"eval": "1"}', b'{"set": [[]]}'),
+        *(b'{"float": "0x1p99999"}', b'{"numpy": ["%s", ""]}' % (b"1" * 5000)),
     ],
 )
 def test_hostile_data(data, capfd):

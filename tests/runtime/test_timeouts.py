@@ -5,13 +5,15 @@
 import os
 import threading
 import time
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from _support import EAGER, LAGS, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
-from torchpmap._runtime.local.stacks import Sight, described
+from torchpmap._runtime.local.stacks import Look, Sight, answer, described
 
 pytestmark = [pytest.mark.usefixtures("pool"), pytest.mark.parametrize("pool", [2], indirect=True)]
 
@@ -178,3 +180,17 @@ WAIT = "rank 1 in sum"
 )
 def test_what_a_rank_does(sight, text):
     assert described(sight, 5) == text
+
+
+def test_a_rank_that_answers_late_answers_twice():
+    """It held the GIL when it was asked before; and an answer is not read before it is complete."""
+    worker = SimpleNamespace(stacks=os.memfd_create("stacks"), state="R", control=Mock())
+    look = Look({0: worker})
+    os.write(worker.stacks, b'\x1e[5, "runn')
+    assert look.sights() is None
+    os.ftruncate(worker.stacks, 0)
+    os.lseek(worker.stacks, 0, os.SEEK_SET)
+    for _ in range(2):
+        answer(worker.stacks, 5, "running f", WAIT)
+    assert look.sights() == {0: Sight("R", True, 5, "running f", WAIT, "")}
+    os.close(worker.stacks)

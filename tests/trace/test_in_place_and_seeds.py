@@ -95,6 +95,15 @@ def test_changes_of_shape(change):
     check_rows(f, X)
 
 
+def test_a_change_of_the_shape_of_what_is_detached():
+    def f(x):
+        y = x.detach().unsqueeze_(0)
+        return y * 2, x.sum(0)
+
+    check_rows(f, X)
+    torch.testing.assert_close(tp.jit(f, compile=EAGER, fullgraph=True)(X), f(X))
+
+
 AWAY = {"resize_": lambda x: x.t().resize_(2), "set_": lambda x: x.set_(x * 2)}
 
 

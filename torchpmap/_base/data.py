@@ -147,7 +147,10 @@ def read(data: Any, aside: Callable[[Any], Any] | None = None) -> Any:
     if kind == "aside" and aside is not None:
         return aside(content)
     if kind in _READERS:
-        return _READERS[kind](content)
+        try:
+            return _READERS[kind](content)
+        except (OverflowError, SyntaxError) as error:  # a float or a dtype of numpy has many digits
+            raise ValueError(error) from None
     if kind == "namedtuple":
         module, name, parts = content
         found = _named_tuple(module, name)

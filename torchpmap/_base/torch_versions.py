@@ -135,16 +135,25 @@ def function_entry(found: Callable[[Any], Any]) -> tuple[Any, str, Any]:
     return *entry, lambda args: unwrap(tuple(map(found, args)))
 
 
+@classmethod  # type: ignore[misc]
+def _inherited(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    base: Any = super(torch.autograd.Function, cls)
+    return base.apply(*args, **kwargs)
+
+
 class _Applying:
     """Where ``autograd.Function`` has its ``apply``, as an attribute that can be replaced."""
 
     @property
     def apply(self) -> Any:
-        return vars(torch.autograd.Function)["apply"]
+        return vars(torch.autograd.Function).get("apply", _inherited)
 
     @apply.setter
     def apply(self, value: Any) -> None:
-        setattr(torch.autograd.Function, "apply", value)  # noqa: B010 (a class, to mypy)
+        if value is _inherited:
+            del torch.autograd.Function.apply
+        else:
+            setattr(torch.autograd.Function, "apply", value)  # noqa: B010 (a class, to mypy)
 
 
 def apply_entry(

@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 
 from torchpmap._base.ambient import ambient
-from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure
 from torchpmap._layout.axis_stack import group_name
 from torchpmap._layout.grid import Grid
@@ -104,8 +103,9 @@ class UncompiledPlan:
                 raise RuntimeError(report.written)
             if report.used_generator:
                 raise NotImplementedError(uses_generator(self.prefix))
-        kinds = zip(self.grid.axis_devices, map(_summary, reports), strict=True)
-        check_same_kinds(self.prefix, "devices", list(kinds))
+        pairs = zip(self.grid.axis_devices, reports, strict=True)
+        kinds = [(device, report.structure, report.results) for device, report in pairs]
+        check_same_kinds(self.prefix, "devices", kinds)
         # devices of different lines of a mesh have compared different values
         checked = zip(*(report.differences for report in reports), strict=True)
         found = ((each[0][0], max(distance for _, distance in each)) for each in checked)
@@ -116,8 +116,3 @@ def _sources_of_no_file() -> tuple[tuple[str, Any], ...]:
     """Entries of ``linecache`` without a modification time: notebook cells, for example."""
     entries = linecache.cache.copy().items()  # other threads add to it, at every trace
     return tuple(item for item in entries if len(item[1]) == 4 and not item[1][1])
-
-
-def _summary(report: UncompiledReport) -> str:
-    kinds = [None if each is None else kind_of(*each[:2]) for each in report.results]
-    return f"{report.structure} of {kinds}"

@@ -180,13 +180,15 @@ class Optimizers:
     def __init__(self, capture: WholeCapture, reached: Sequence[Optimizer] = ()) -> None:
         """``reached``: optimizers that the function may change before they step."""
         self._capture = capture
-        self._before_all = [(each, _rates(each)) for each in reached]
+        self._before_all = [(each, _changeable(each)) for each in reached]
         self._thread = threading.get_ident()
-        self._known: dict[int, tuple[Optimizer, Numbers, list[Any]]] = {}
+        self._known: dict[int, tuple[Optimizer, Numbers, dict[_Setting, Any]]] = {}
         self._counters: dict[int, torch.Tensor] = {}
         """By the id of a real counter, its value in the trace."""
         self._settings: dict[int, dict[_Setting, Any]] = {}
         """By the id of an optimizer."""
+        self._rewritten: set[int] = set()
+        """Ids of optimizers whose own step changes one."""
         self._stepping: list[tuple[Optimizer, ExitStack]] = []
         """The innermost last: the ``step`` of a subclass may call that of its class."""
 
@@ -218,9 +220,9 @@ class Optimizers:
                 raise Untraceable(reason, users_line(), "a counter of your own")
         stepped = [(optimizer, before) for optimizer, _, before in self._known.values()]
         for optimizer, before in (*self._before_all, *stepped):
-            if _rates(optimizer) != before:
+            if id(optimizer) in self._rewritten or _changeable(optimizer) != before:
                 raise Untraceable(
-                    f"it changes the rate of {type(optimizer).__name__}",
+                    f"it changes a setting of {type(optimizer).__name__}",
                     users_line(),
                     "scheduler.step() outside of the function",
                 )
@@ -236,7 +238,7 @@ class Optimizers:
         if id(optimizer) not in self._known:
             with torch_function_off(), outside_modes():
                 numbers = Numbers(optimizer)
-            self._known[id(optimizer)] = optimizer, numbers, _rates(optimizer)
+            self._known[id(optimizer)] = optimizer, numbers, _changeable(optimizer)
             self._settings[id(optimizer)] = numbers.settings()
             for place, counter in enumerate(numbers.counters):
                 self._counters[id(counter)] = numbers.counter(place)
@@ -244,17 +246,24 @@ class Optimizers:
         stack = ExitStack()
         self._stepping.append((optimizer, stack))
         for group in optimizer.param_groups:
-            replaced = ("lr", *_SCHEDULED, *_OPTIONS)
-            stack.callback(group.update, {x: group[x] for x in replaced if x in group})
+            stack.callback(group.update, {x: group[x] for x in _OPTIONS if x in group})
             group.update({x: x == "capturable" for x in _OPTIONS if x in group})
         settings = self._settings[id(optimizer)]
         for (k, name), value in settings.items():
+            stack.callback(self._put_back, optimizer, k, name, optimizer.param_groups[k][name])
             optimizer.param_groups[k][name] = value
         for entries in optimizer.state.values():
             self._replace_counter(numbers, entries, stack)
         stack.enter_context(as_if_compiling())
         positive = [part for (_, x), own in settings.items() if x != "lr" for part in _parts(own)]
         stack.enter_context(TensorNumbers(optimizer, positive))
+
+    def _put_back(self, optimizer: Optimizer, group: int, name: str, before: Any) -> None:
+        given = self._settings[id(optimizer)][group, name]
+        is_new = optimizer.param_groups[group][name] is not given
+        if is_new or any(part._version for part in _parts(given)):
+            self._rewritten.add(id(optimizer))
+        optimizer.param_groups[group][name] = before
 
     def _replace_counter(self, numbers: Numbers, entries: dict[str, Any], stack: ExitStack) -> None:
         counter: Any = entries.get("step")
@@ -359,8 +368,9 @@ def _are_floats(setting: Any) -> bool:
     return setting != () and all(type(part) is float for part in _parts(setting))
 
 
-def _rates(optimizer: Optimizer) -> list[Any]:
-    return [group.get("lr") for group in optimizer.param_groups]
+def _changeable(optimizer: Optimizer) -> dict[_Setting, Any]:
+    groups = enumerate(optimizer.param_groups)
+    return {(k, x): group.get(x) for k, group in groups for x in ("lr", *_SCHEDULED)}
 
 
 def _make_state(optimizer: Optimizer, capture: WholeCapture) -> None:

@@ -76,15 +76,17 @@ def protect_inputs(module: torch.fx.GraphModule) -> bool:
 def clean(module: torch.fx.GraphModule) -> None:
     """Take out what would only be time spent in each call.
 
-    Nothing in a graph records gradients any more, so it needs no detach.  Nothing else sees that
-    the shape of a tensor changes, if nothing else uses it: a matmul with a vector is written so by
-    torch, and as a write it would count as an effect.  A rank that is alone in its group gets a
-    copy of what it gives.
+    Nothing in a graph records gradients any more, so it needs no detach but of what is then given
+    another shape.  Nothing else sees that the shape of a tensor changes, if nothing else uses it: a
+    matmul with a vector is written so by torch, and as a write it would count as an effect.  A rank
+    that is alone in its group gets a copy of what it gives.
     """
     graph: Any = module.graph
     for node in graph.nodes:
         view = _IN_PLACE.get(node.target)
-        if node.target is _aten.detach.default:
+        if node.target is _aten.detach.default and not any(
+            x.target in _IN_PLACE for x in node.users
+        ):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif view is not None and len(node.args[0].users) == 1:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.axis_spec import broadcast_axes
+from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._layout.axis_stack import Axis, mesh_axes
 from torchpmap._layout.grid import Cut, dim_of
@@ -271,18 +272,29 @@ def join(lanes: torch.Tensor, cut: Cut) -> torch.Tensor:
     return lanes
 
 
-def check_same_kinds(prefix: str, whose: str, found: Sequence[tuple[object, str]]) -> None:
+def check_same_kinds(
+    prefix: str,
+    whose: str,
+    found: Sequence[tuple[object, Structure | str, Sequence[tuple[Any, ...] | None]]],
+) -> None:
     """Raise if results are of different kinds.  ``whose``: "rows" or "devices"; ``found``: for each
-    of them, which one it is, and what it returned.
+    of them, which one it is, and the structure, shapes and dtypes of what it returned.
     """
-    first, kinds = found[0]
-    for other, its in found:
-        if its != kinds:
+    first, *others = found
+    for other in others:
+        if other[1:] != first[1:]:
             raise ValueError(
-                f"{prefix}: {whose} returned different kinds of results: {first} returned {kinds}, "
-                f"{other} returned {its}. All {whose} must return the same structure, shapes and "
-                "dtypes to be stacked."
+                f"{prefix}: {whose} returned different kinds of results: {_told(*first)}, "
+                f"{_told(*other)}. All {whose} must return the same structure, shapes and dtypes "
+                "to be stacked."
             )
+
+
+def _told(
+    who: object, structure: Structure | str, results: Sequence[tuple[Any, ...] | None]
+) -> str:
+    kinds = [None if each is None else kind_of(*each[:2]) for each in results]
+    return f"{who} returned {structure} of {kinds}"
 
 
 def check_replicated(

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchpmap._base.ambient import ambient, applied
-from torchpmap._base.errors import kind_of, lost_write
+from torchpmap._base.errors import lost_write
 from torchpmap._base.refuse_writes import RefuseWrites
 from torchpmap._base.torch_errors import is_limit_of_vmap
 from torchpmap._base.torch_internals import (
@@ -134,7 +134,10 @@ def _one_by_one(program: Program, values: Sequence[torch.Tensor]) -> Outcome:
 
     outcomes = run_rows(program, run_part)
     first = outcomes[0]
-    kinds = [(f"{part} {k}", _kinds(program, outcome)) for k, outcome in enumerate(outcomes)]
+    kinds = [
+        (f"{part} {k}", outcome.structure, _kinds(program, outcome))
+        for k, outcome in enumerate(outcomes)
+    ]
     check_same_kinds(prefix, f"{part}s", kinds)
     wants_grad = torch.is_grad_enabled() and (
         first.requires_grad or any(x.requires_grad for x in values)
@@ -149,12 +152,11 @@ def _one_by_one(program: Program, values: Sequence[torch.Tensor]) -> Outcome:
     return replace(whole, checks=tuple(torch.stack(each).max() for each in checks))
 
 
-def _kinds(program: Program, outcome: Outcome) -> str:
-    kinds = [
-        None if block is None else kind_of(program.seen_shape(block, cut), block.dtype)
+def _kinds(program: Program, outcome: Outcome) -> list[tuple[Any, ...] | None]:
+    return [
+        None if block is None else (tuple(program.seen_shape(block, cut)), block.dtype)
         for block, cut in zip(outcome.blocks, outcome.cuts, strict=True)
     ]
-    return f"{outcome.structure} of {kinds}"
 
 
 def _not_differentiable(prefix: str) -> str:

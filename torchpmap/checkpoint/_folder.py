@@ -42,7 +42,7 @@ def other_format(folder: Path, version: Any) -> OtherFormat:
     if version != 1:
         return OtherFormat(
             f"the checkpoint {folder} is in version {version!r:.50} of the format, which this "
-            "release of torchpmap does not know. Use a later release."
+            "release of torchpmap does not know. Use the one that wrote it."
         )
     return OtherFormat(
         f"the checkpoint {folder} is in the format of torch.distributed.checkpoint, which "

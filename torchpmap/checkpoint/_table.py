@@ -1,7 +1,7 @@
 """The table of a checkpoint: the tree, Python values, and for each tensor its layout and checksums.
 
     {"digest": ..., "checkpoint": {
-      "version": 2,
+      "version": 3,
       "tree": {"dict": [["step", 7], ["w", {"aside":
         {"kind": "tensor", "dtype": "float32", "shape": [4, 6], "cuts": [2, 1],
          "blocks": [["rank_0.safetensors", [crc, ...]], ["rank_1.safetensors", [crc, ...]]]}}]]},
@@ -44,7 +44,7 @@ from torchpmap.checkpoint._tree import ARRAYS, SAVED_DTYPES, VALUES, Stored, lea
 
 Extent = tuple[Sizes, Sizes]
 """Offsets and sizes of a part of a leaf."""
-_VERSION = 2
+_VERSION = 3
 """Version 1 lay beside files of torch.distributed.checkpoint."""
 
 

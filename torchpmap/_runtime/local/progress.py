@@ -128,7 +128,7 @@ class Progress:
 
     def rank(self, rank: int) -> Rank:
         """How far ``rank`` has come."""
-        done, _, _, at, host, compiles = self._numbers.tolist()[rank :: _size_of(self._numbers)]
+        done, _, _, at, host, compiles = self._numbers[rank :: _size_of(self._numbers)].tolist()
         return Rank(done, at, host, bool(compiles))
 
     def ring(self) -> None:

@@ -32,7 +32,7 @@ _ANSWER_S = 0.5
 _STACK_S = 0.2
 """Longer than it takes to write the stacks."""
 _MARK = "\x1e"
-"""Comes before what the control thread says."""
+"""Comes before and after what the control thread says."""
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _WORKER = str(Path(__file__).with_name("worker.py"))
@@ -63,7 +63,7 @@ class Sight(NamedTuple):
 def answer(fd: int, seq: int, doing: str, waits: str | None) -> None:
     """In a worker: write what ``Look`` asks for."""
     faulthandler.dump_traceback(fd)
-    os.write(fd, (_MARK + json.dumps((seq, doing, waits))).encode())
+    os.write(fd, (_MARK + json.dumps((seq, doing, waits)) + _MARK).encode())
 
 
 class Look:
@@ -88,7 +88,7 @@ class Look:
         silent = [
             rank
             for rank, text in texts.items()
-            if _MARK not in text and self._states[rank] not in STOPPED
+            if text.count(_MARK) < 2 and self._states[rank] not in STOPPED
         ]
         if (silent or self._silent) and not self._patience.passed:
             return None
@@ -100,10 +100,10 @@ class Look:
         return {rank: self._sight(rank, text) for rank, text in texts.items()}
 
     def _sight(self, rank: int, text: str) -> Sight:
-        stacks, _, said = text.partition(_MARK)
-        if rank in self._silent or not said:
+        stacks, *said = text.split(_MARK)  # of several answers if it was asked before, and is late
+        if rank in self._silent or len(said) < 2:
             return Sight(self._states[rank], False, 0, "", None, _main_stack(stacks))
-        seq, doing, waits = json.loads(said)
+        seq, doing, waits = json.loads(said[0])
         return Sight(self._states[rank], True, seq, doing, waits, _main_stack(stacks))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 STOPPED_S = 5.0
@@ -126,9 +127,10 @@ class Waits:
         """A call whose time is up, and the ranks that are not done with it; it has no limit any
         more.  ``has_ended``: whether a rank is known to run nothing.
         """
+        rank, has_ended = cache(rank), cache(has_ended)  # there may be thousands of calls
         for limit in tuple(self.limits.values()):
-            found = {k: rank(k) for k in limit.ranks if not has_ended(k)}
-            late = {k: each for k, each in found.items() if each.done < limit.seq}
+            late = {k: rank(k) for k in limit.ranks if rank(k).done < limit.seq}
+            late = {k: each for k, each in late.items() if not has_ended(k)}
             if not limit.counts(late):
                 limit.end = None
             elif limit.end is None:
