@@ -103,3 +103,22 @@ def test_a_loop_reads_what_a_scatter_has_written():
     for k, row in enumerate(rows):
         for mine, right in zip(results, both(row), strict=True):
             torch.testing.assert_close(mine[k].cpu(), right, rtol=1e-12, atol=1e-12)
+
+
+def test_operands_of_a_sum_over_devices_stay_as_they_are():
+    def masks(x):
+        largest = tp.pmax((x, x * 2), "i")
+        mine = (x == largest[0]).float(), (x * 2 == largest[1]).float()
+        count = tp.psum(mine, "i")
+        joined = torch.cat(mine)
+        written = joined.index_add(0, torch.tensor([1, 7]), x[:2])
+        return mine[0] / count[0], mine[1] / count[1], written, mine[0] * 2
+
+    rows = torch.randn(4, 5)
+    first, second, written, twice = tp.pmap(masks, axis_name="i", fullgraph=True)(rows)
+    mask = (rows == rows.amax(0)).float()
+    for mine, right in (first, mask), (second, mask), (twice, mask * 2):
+        assert torch.equal(mine.cpu(), right)
+    right = torch.cat([mask, mask], 1)
+    right[:, [1, 7]] += rows[:, :2]
+    assert torch.equal(written.cpu(), right)

@@ -6,7 +6,9 @@ nothing reads ``y`` later.  It does so too
 * when ``y`` is expanded, so that several elements lie at one place, as in gradients of indexing
   under ``vmap`` (https://github.com/pytorch/pytorch/issues/183986);
 * when ``v`` or ``i`` is a view of ``y``, as after ``y[1:] = y[:-1].clone()``
-  (https://github.com/pytorch/pytorch/pull/185450).
+  (https://github.com/pytorch/pytorch/pull/185450);
+* when ``y`` is ``cat([a, b])`` and ``a`` is read later: ``a`` is computed into the memory of ``y``.
+  This concerns sums over devices too, which are of one ``cat`` for a tree of values.
 
 Such a ``y`` is copied first.
 
@@ -37,6 +39,7 @@ _WRITES = {
     _aten.select_scatter.default,
     _aten.diagonal_scatter.default,
     _aten.as_strided_scatter.default,
+    torch.ops._c10d_functional.all_reduce.default,
 }
 
 
@@ -90,7 +93,23 @@ def _needs_a_copy(node: Node) -> bool:
     *views, root = _views(base)
     read: list[Node] = []
     torch.fx.map_arg(node.args[1:], read.append)
-    return any(map(_is_expanded, views)) or any(_views(each)[-1] is root for each in read)
+    return (
+        any(map(_is_expanded, views))
+        or any(_views(each)[-1] is root for each in read)
+        or _has_parts_of_others(root)
+    )
+
+
+def _has_parts_of_others(node: Node) -> bool:
+    """Whether it is a ``cat`` of values that others use too."""
+    operands: Any = node.args[0] if node.target is _aten.cat.default else ()
+    chains = [_views(each) for each in operands]
+    return any(
+        len(each.users) > 1
+        for chain in chains
+        if chain[-1].op != "placeholder"  # a caller's value stays where it is
+        for each in chain
+    )
 
 
 def _views(node: Node) -> list[Node]:
