@@ -245,3 +245,16 @@ def test_an_argument_returned_unchanged_is_a_value_of_its_own(mode):
     out = tp.pmap(lambda x: x, compile=mode)(x)
     x.delete()
     same(out, ROWS)
+
+
+def test_a_mapped_function_inside_leaves_its_argument_alone(mode):
+    def outer(x):
+        doubled = tp.pmap(lambda t: t.mul_(2), "inner")(x)
+        seen = tp.pmap(lambda t: t[None], "inner")(x)
+        x.add_(1)
+        return x, doubled, seen[:, 0]
+
+    x = torch.arange(8.0).reshape(4, 2)
+    mine = tp.pmap(outer, compile=mode)(x.clone())
+    for found, right in zip(mine, (x + 1, x * 2, x), strict=True):
+        assert torch.equal(found.cpu(), right)

@@ -64,8 +64,8 @@ def run_here(preparation: Preparation[_Call], call: _Call) -> Any:
     program = preparation.whole_program(call)
     if not are_active():
         program = replace(program, seed=draw_key())
-    leaves = call.travelling(call.leaves)
-    blocks = [x if isinstance(x, torch.Tensor) else host_tensor(x) for x in leaves]
+    # copies: the function may write to its arguments, and return views of them
+    blocks = [_copied(leaf) for leaf in call.travelling(call.leaves)]
     outcome = program.run(blocks, None)
     for claim, check in zip(outcome.checked, outcome.checks, strict=True):
         text = not_replicated(program.prefix, claim, "{distance}", program.otherwise)
@@ -171,6 +171,10 @@ def _own(leaf: Any) -> torch.Tensor:
     """A copy of an argument: the function may write to it."""
     if type(leaf) is ShardedTensor:
         return leaf.cpu()
+    return _copied(leaf)
+
+
+def _copied(leaf: Any) -> torch.Tensor:
     return (leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)).clone()
 
 
