@@ -16,6 +16,9 @@ os.environ.update(
     for switch, name in (("LAG", "Lagging"), ("SHARE", "SharedCuda"))
     if os.environ.get(f"TORCHPMAP_TEST_{switch}") == "1"
 )
+if "TORCHPMAP_TEST_PLATFORM" in os.environ:  # the programs that tests run import it too
+    _FOLDERS = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(_FOLDERS)
 
 import pytest
 import torch
