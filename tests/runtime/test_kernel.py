@@ -1,5 +1,6 @@
 """Covers: _runtime/groups/kernel: C++ beside Python, on processes that no runtime started."""
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -311,6 +312,15 @@ def begin_anew(folder: Path, environment: dict[str, str]) -> None:
     kernel.seek()
 
 
+def close_all_but(kept: set[str]) -> None:
+    """Close what a forked process has inherited, but for these files and ends for reading."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # that of the list itself
+            is_read = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            if not is_read or os.readlink(f"/proc/self/fd/{fd}") not in kept:
+                os.close(fd)
+
+
 def compiles_beside_a_child(folder: Path, environment: dict[str, str]) -> bool:
     """Whether the lock is free when a process has compiled that forked another meanwhile (on one
     rank).
@@ -321,11 +331,13 @@ def compiles_beside_a_child(folder: Path, environment: dict[str, str]) -> bool:
     def compile_it() -> bytes:
         begin_anew(folder, environment)
         with open(environment["FIFO"], "w") as fifo:  # the compiler reads it
-            ours, theirs = os.pipe()
+            ours, _theirs = os.pipe()
             if not os.fork():
-                os.close(theirs)
+                # the thread that compiles may still wait for the end of the other pipes
+                close_all_but({f"pipe:[{os.fstat(ours).st_ino}]", str(folder / "torchpmap")})
                 os.read(ours, 1)  # as long as its parent lives
                 os._exit(0)
+            os.close(ours)
             fifo.write("\n")
         join()
         lock = os.open(folder / "torchpmap", os.O_RDONLY)
