@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -35,7 +36,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchpmap._base.optimizers import TensorNumbers, state_maker
+from torchpmap._base.optimizers import Positive, TensorNumbers, state_maker
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
@@ -44,6 +45,7 @@ from torchpmap._base.torch_internals import (
     outside_modes,
     torch_function_off,
 )
+from torchpmap._trace.capture import is_real
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.watched import Place, Watched
 from torchpmap._trace.whole_capture import WholeCapture
@@ -53,6 +55,9 @@ _OPTIONS = ("capturable", "foreach", "fused")
 
 _SCHEDULED = ("momentum", "betas", "weight_decay")
 """What a schedule may change beside ``lr``."""
+
+_EXACT = {"step", "eta", "mu"}
+"""Entries of the state of a parameter that steps compute with as numbers of Python."""
 
 _Setting = tuple[int, str]
 """A group, and a name in it."""
@@ -76,7 +81,7 @@ class Numbers:
         }
         """Those that are inputs, and of how many numbers each is."""
         entries = list(optimizer.state.values())
-        self.counters = [x["step"] for x in entries if isinstance(x.get("step"), torch.Tensor)]
+        self.counters = [x["step"] for x in entries if type(x.get("step")) is torch.Tensor]
         if len(set(map(id, self.counters))) < len(self.counters):
             raise Untraceable("parameters share one counter", users_line(), "one for each")
         self._memory = [counter.numpy() for counter in self.counters]
@@ -191,6 +196,10 @@ class Optimizers:
         """Ids of optimizers whose own step changes one."""
         self._stepping: list[tuple[Optimizer, ExitStack]] = []
         """The innermost last: the ``step`` of a subclass may call that of its class."""
+        self.made: WeakSet[Optimizer] = WeakSet()
+        """Those that the function has made."""
+        self._condition: torch.Tensor | None = None
+        """Steps change something only where it is true."""
 
     @property
     def numbers(self) -> list[Numbers]:
@@ -200,9 +209,9 @@ class Optimizers:
     def watched(self) -> Iterator[None]:
         """A block in which steps work on unknown values."""
         with ExitStack() as stack:
-            _made[self._thread] = WeakSet()
-            stack.callback(_made.pop, self._thread, None)
-            stack.enter_context(_makers)
+            _tracing[self._thread] = self
+            stack.callback(_tracing.pop, self._thread, None)
+            stack.enter_context(_noted)
             stack.callback(register_optimizer_step_pre_hook(self._before).remove)
             stack.callback(register_optimizer_step_post_hook(self._after).remove)
             try:
@@ -227,14 +236,30 @@ class Optimizers:
                     "scheduler.step() outside of the function",
                 )
 
+    def step_if_finite(self, optimizer: Optimizer, found: Any, *args: Any, **kwargs: Any) -> Any:
+        """What a ``GradScaler`` does with what it has ``found``."""
+        self._condition = sum(found["found_inf_per_device"].values()) == 0
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            self._condition = None
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
-        if optimizer in _made[self._thread]:
-            name = type(optimizer).__name__
+        name = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise Untraceable(
+                "LBFGS decides by the values of the loss how often to compute it",
+                users_line(),
+                "tp.jit for its closure, and step() outside",
+            )
+        if optimizer in self.made:
             raise Untraceable(f"it makes the {name} that steps", users_line(), "one made outside")
         with torch_function_off(), outside_modes(), torch.no_grad():
             _make_state(optimizer, self._capture)
+            if self._condition is not None:
+                self._count_on_devices(optimizer)
         if id(optimizer) not in self._known:
             with torch_function_off(), outside_modes():
                 numbers = Numbers(optimizer)
@@ -244,6 +269,8 @@ class Optimizers:
                 self._counters[id(counter)] = numbers.counter(place)
         numbers = self._known[id(optimizer)][1]
         stack = ExitStack()
+        if self._condition is not None and not self._stepping:
+            stack.callback(self._undo_where_false, self._copies(optimizer))
         self._stepping.append((optimizer, stack))
         for group in optimizer.param_groups:
             stack.callback(group.update, {x: group[x] for x in _OPTIONS if x in group})
@@ -253,10 +280,12 @@ class Optimizers:
             stack.callback(self._put_back, optimizer, k, name, optimizer.param_groups[k][name])
             optimizer.param_groups[k][name] = value
         for entries in optimizer.state.values():
-            self._replace_counter(numbers, entries, stack)
+            for name in _EXACT & entries.keys():
+                self._widen(numbers, entries, name, stack)
         stack.enter_context(as_if_compiling())
         positive = [part for (_, x), own in settings.items() if x != "lr" for part in _parts(own)]
-        stack.enter_context(TensorNumbers(optimizer, positive))
+        stack.enter_context(TensorNumbers())
+        stack.enter_context(Positive(positive))
 
     def _put_back(self, optimizer: Optimizer, group: int, name: str, before: Any) -> None:
         given = self._settings[id(optimizer)][group, name]
@@ -265,23 +294,55 @@ class Optimizers:
             self._rewritten.add(id(optimizer))
         optimizer.param_groups[group][name] = before
 
-    def _replace_counter(self, numbers: Numbers, entries: dict[str, Any], stack: ExitStack) -> None:
-        counter: Any = entries.get("step")
+    def _widen(
+        self, numbers: Numbers, entries: dict[str, Any], name: str, stack: ExitStack
+    ) -> None:
+        counter: Any = entries[name]
         traced = self._counters.get(id(counter))
+        if traced is None and is_real(counter) and counter.is_floating_point():
+            traced = counter.double()  # it is as any other state
         if traced is None:
             return
 
         def put_back() -> None:
-            now = entries["step"]
+            now, entries[name] = entries[name], counter
+            if id(counter) not in self._counters:
+                if now is not begin or now._version:
+                    counter.copy_(now)
+                return
             self._counters[id(counter)] = now
-            entries["step"] = counter
             if now is not begin or now._version:
                 numbers.note_step(counter, self._advance(now, begin_node))
 
         # in double precision: 1 - 0.999**step has four digits in the dtype of counters
-        begin = entries["step"] = traced.clone()
+        begin = entries[name] = traced.clone()
         begin_node = self._capture.node_of(begin)
         stack.callback(put_back)
+
+    def _count_on_devices(self, optimizer: Optimizer) -> None:
+        """Move the counters to where the parameters are: only the devices know if a step counts."""
+        if id(optimizer) in self._known and self._known[id(optimizer)][1].counters:
+            reason = f"{type(optimizer).__name__} steps with and without a GradScaler"
+            raise Untraceable(reason, users_line(), "one of the two")
+        for p, entries in optimizer.state.items():
+            if type(entries.get("step")) is torch.Tensor:
+                none = torch.zeros_like(p.flatten()[:1], dtype=entries["step"].dtype).sum()
+                entries["step"] = none + entries["step"]
+
+    def _copies(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What a step may write, with copies in the trace."""
+        entries = [x for each in optimizer.state.values() for x in each.values()]
+        params = [x for group in optimizer.param_groups for x in group["params"]]
+        with torch.no_grad():
+            found = [x for x in (*params, *entries) if isinstance(x, torch.Tensor)]
+            return [(x, x.clone()) for x in found]
+
+    def _undo_where_false(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        assert self._condition is not None
+        with torch.no_grad():
+            for x, before in copies:
+                if self._capture.substitute(x)._version:
+                    x.copy_(torch.where(self._condition, x, before))
 
     def _advance(self, now: torch.Tensor, begin: Node | None) -> float:
         """By how much a step has advanced a counter."""
@@ -324,22 +385,64 @@ class Optimizers:
             )
 
 
-_made: dict[int, WeakSet[Optimizer]] = {}
-"""By the thread that traces: the optimizers that the function has made."""
+_tracing: dict[int, Optimizers] = {}
+"""By the thread that traces."""
 
 
 def _noting(own: Any) -> Any:
     @functools.wraps(own)
     def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
-        made = _made.get(threading.get_ident())
-        if made is not None:
-            made.add(self)
+        active = _tracing.get(threading.get_ident())
+        if active is not None:
+            active.made.add(self)
 
     return init
 
 
-_makers = Replaced([Replacement(Optimizer, "__init__", _noting)])
+def _scaled(own: Any) -> Any:
+    """Of a ``GradScaler``: whether gradients are finite is decided on the devices."""
+
+    @functools.wraps(own)
+    def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        active = _tracing.get(threading.get_ident())
+        if active is None:
+            return own(self, optimizer, *args, **kwargs)
+        with (  # a fused step would look at the gradients itself
+            patch.object(optimizer, "_step_supports_amp_scaling", False, create=True),
+            patch.object(self, "_maybe_opt_step", active.step_if_finite),
+        ):
+            return own(self, optimizer, *args, **kwargs)
+
+    return step
+
+
+def _averaged(own: Any) -> Any:
+    """Of an ``AveragedModel``: whether it is the first average is decided on the devices."""
+
+    @functools.wraps(own)
+    def update_parameters(self: Any, model: torch.nn.Module) -> None:
+        if threading.get_ident() not in _tracing:
+            return own(self, model)
+        with torch.no_grad():
+            is_first = self.n_averaged == 0
+            with Positive([self.n_averaged]):
+                own(self, model)
+            new = *model.parameters(), *model.buffers()
+            averages = *self.module.parameters(), *self.module.buffers()
+            for average, now in zip(averages, new, strict=False):
+                average.copy_(torch.where(is_first, now, average))
+
+    return update_parameters
+
+
+_noted = Replaced(
+    [
+        Replacement(Optimizer, "__init__", _noting),
+        Replacement(torch.amp.GradScaler, "step", _scaled),
+        Replacement(torch.optim.swa_utils.AveragedModel, "update_parameters", _averaged),
+    ]
+)
 
 
 _last: WeakKeyDictionary[Optimizer, dict[_Setting, Any]] = WeakKeyDictionary()
@@ -375,10 +478,10 @@ def _changeable(optimizer: Optimizer) -> dict[_Setting, Any]:
 
 def _make_state(optimizer: Optimizer, capture: WholeCapture) -> None:
     """Make the state that the step would make first, if there is none."""
+    stepped = {id(leaf.real) for leaf in capture.leaves.values() if leaf.gradient() is not None}
     make = state_maker(optimizer)
     if make is None:
         return
-    stepped = {id(leaf.real) for leaf in capture.leaves.values() if leaf.stand_in.grad is not None}
     for group in optimizer.param_groups:
         params = group["params"]
         new = {id(p) for p in params if id(p) in stepped and not optimizer.state.get(p)}

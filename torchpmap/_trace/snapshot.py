@@ -1,27 +1,78 @@
 """The Python objects that a function reaches, as they were before it was traced.
 
-A trace that is given up is followed by a run of the function itself.  What its Python code changed
-in the trace is taken back first, so that it changes once.  And a tensor of a trace must not stay in
-an object: later calls run the graph, and would find it there.
+A trace that is given up is followed by another one, or by a run of the function itself.  What its
+Python code changed in the trace is taken back first, so that it changes once.  And a tensor of a
+trace must not stay in an object: later calls run the graph, and would find it there.  Where the
+function leaves one, it is told, as a ``Slot``, so that each call can leave its own.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from torchpmap._base.pytree import flatten
 from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import FakeTensor
 from torchpmap._trace.environment import others_run
+from torchpmap._trace.untraceable import Untraceable
 
 _DEPTH = 5
 """Of containers in attributes: ``optimizer.state[p]["exp_avg"]`` is one of 3."""
-_MISSING = object()
 _TABLES = (dict, list, set, deque)
+
+
+class _Missing:
+    """Stands for the value where there is none.  A class is the same object in a copy."""
+
+
+class Slot(NamedTuple):
+    """Where a function stores a value: an entry of a dict or a list, a variable, an attribute."""
+
+    owner: Any
+    name: Any
+
+    @property
+    def key(self) -> tuple[int, Any]:
+        return id(self.owner), self.name
+
+    def read(self) -> Any:
+        """The value; a constant if there is none."""
+        return _read(self.owner, self.name)
+
+    def write(self, value: Any) -> None:
+        _write(self.owner, self.name, value)
+
+    def refusal(self, where: str) -> Untraceable:
+        """What says that calls cannot store a tensor there."""
+        name = "a variable" if isinstance(self.owner, CellType) else repr(self.name)
+        return Untraceable(
+            f"it stores a new tensor ({name}), which later calls would not",
+            where,
+            "buffer.copy_(value), or return the value",
+        )
+
+
+class _Table(NamedTuple):
+    """A container."""
+
+    table: Any
+    copy: Any
+    parent: _Table | None
+    """The one that it was found in, if only there."""
+    is_users: bool
+    """Whether it is none of an optimizer or the like."""
+
+    def is_there(self) -> bool:
+        """Whether the object still leads to it."""
+        if self.parent is None:
+            return True
+        is_item = any(item is self.table for item in _items(self.parent.table))
+        return is_item and self.parent.is_there()
 
 
 class Snapshot:
@@ -33,14 +84,14 @@ class Snapshot:
 
     def __init__(self, objects: Iterable[Any], also: tuple[type, ...] = ()) -> None:
         self._others_run = others_run()
-        self._tables: dict[int, tuple[Any, Any]] = {}
-        """By id: a container, and a copy."""
+        self._tables: dict[int, _Table] = {}
+        """By the id of the container."""
         self._places: list[tuple[Any, str, Any]] = []
         """Owners of names: a cell, a class, or the globals of a module; what was there."""
         own = (*_TABLES, torch.nn.Module, FunctionType, *also)
         for each in objects:
             if isinstance(each, own) or not is_foreign(type(each).__module__):
-                self._add(each, _DEPTH)
+                self._add(each, _DEPTH, None, not isinstance(each, also))
             if isinstance(each, torch.Tensor) and each.is_leaf and each.requires_grad:
                 self._note(each, "grad")
             if isinstance(each, FunctionType):
@@ -58,21 +109,21 @@ class Snapshot:
     def _note(self, owner: Any, name: str) -> None:
         self._places.append((owner, name, _read(owner, name)))
 
-    def _add(self, value: Any, depth: int) -> None:
+    def _add(self, value: Any, depth: int, parent: _Table | None, is_users: bool) -> None:
         table = value if isinstance(value, _TABLES) else _attributes(value)
         if table is None or id(table) in self._tables:
             return
         copy = dict(_own(table).items(table)) if isinstance(table, dict) else list(table)
-        self._tables[id(table)] = table, copy
+        found = self._tables[id(table)] = _Table(table, copy, parent, is_users)
         if depth:
             for item in _items(copy):
                 if isinstance(item, _TABLES):
-                    self._add(item, depth - 1)
+                    self._add(item, depth - 1, found, is_users)
 
     def restore(self) -> None:
         """Take back what has changed; but not of lists, if other threads may have added to them."""
         is_alone = not (self._others_run or others_run())
-        for table, copy in self._tables.values():
+        for table, copy, *_ in self._tables.values():
             if isinstance(table, dict):
                 _restore_dict(table, copy, is_alone)
             elif is_alone and not _same(table, copy):
@@ -86,19 +137,76 @@ class Snapshot:
             if _read(owner, name) is not value:
                 _write(owner, name, value)
 
-    def leaked(self) -> str | None:
-        """Where a tensor of a trace is that was not there; None if nowhere."""
-        for table, copy in self._tables.values():
-            if not _same(table, copy):
-                names = list(dict.keys(table)) if isinstance(table, dict) else range(len(table))
-                for name, item in zip(names, _items(table), strict=False):
-                    if _has_traced(item):
-                        return repr(name)
+    def has(self, slot: Slot) -> bool:
+        """Whether the function reaches it."""
+        return id(slot.owner) in self._tables or any(
+            owner is slot.owner and name == slot.name for owner, name, _ in self._places
+        )
+
+    def stored(self, known: Sequence[Slot], where: str) -> list[Slot]:
+        """Where tensors of a trace are, besides what is ``known``.
+
+        Raises:
+            Untraceable: later calls could not store theirs there.
+        """
+        keys = {slot.key for slot in known}
+        new: dict[tuple[int, Any], Slot] = {}
+        others: list[Any] = []
+        """Names of what has changed besides."""
+        self._look_at_tables(keys, new, others, where)
         for owner, name, value in self._places:
-            now = _read(owner, name)
-            if now is not value and _has_traced(now):
-                return "a variable" if isinstance(owner, CellType) else repr(name)
-        return None
+            now, slot = _read(owner, name), Slot(owner, name)
+            if now is value or slot.key in new:
+                continue
+            if _has_traced(now):
+                _check(slot, now, isinstance(owner, torch.Tensor | type), where)
+                new[slot.key] = slot
+            elif slot.key not in keys and not isinstance(owner, torch.Tensor):
+                others.append(name)
+        if others and (new or known):
+            raise Untraceable(
+                f"it stores a new tensor, and changes what is none ({others[0]!r}), which later "
+                "calls would not",
+                where,
+                "a tensor for that too, or return the new tensor",
+            )
+        return [slot for key, slot in new.items() if key not in keys]
+
+    def _look_at_tables(
+        self, known: set[Any], new: dict[Any, Slot], others: list[Any], where: str
+    ) -> None:
+        for each in self._tables.values():
+            table, copy = each.table, each.copy
+            if _same(table, copy) or not each.is_there():
+                continue
+            is_dict = isinstance(table, dict)
+            names = list(dict.keys(table)) if is_dict else range(len(table))
+            changed = []
+            for name, item in zip(names, _items(table), strict=False):
+                slot = Slot(table, name)
+                if _has_traced(item):
+                    is_fixed = is_dict or (type(table) is list and len(table) == len(copy))
+                    _check(slot, item, not is_fixed, where)
+                    new[slot.key] = slot
+                elif slot.key not in known and item is not _before(copy, name):
+                    changed.append(name)
+            if each.is_users:
+                num_gone = max(len(copy) - len(table), 0)
+                gone = dict.keys(copy) - dict.keys(table) if is_dict else range(num_gone)
+                others += [*changed, *gone]
+
+
+def _before(copy: Any, name: Any) -> Any:
+    if isinstance(copy, dict):
+        return copy.get(name, _Missing)
+    return copy[name] if name < len(copy) else _Missing
+
+
+def _check(slot: Slot, value: Any, is_other: bool, where: str) -> None:
+    """Raise if calls cannot store a value there."""
+    is_hidden = any(not isinstance(x, torch.Tensor) and _has_traced(x) for x in flatten(value)[0])
+    if is_other or is_hidden:
+        raise slot.refusal(where)
 
 
 def _own(table: dict[Any, Any]) -> Any:
@@ -144,30 +252,32 @@ def _restore_dict(table: dict[Any, Any], copy: dict[Any, Any], is_alone: bool) -
     for name in dict.keys(table) - copy.keys():
         kind.__delitem__(table, name)
     for name, item in copy.items():
-        if dict.get(table, name, _MISSING) is not item:
+        if dict.get(table, name, _Missing) is not item:
             kind.__setitem__(table, name, item)
 
 
-def _read(owner: Any, name: str) -> Any:
+def _read(owner: Any, name: Any) -> Any:
     if isinstance(owner, dict):
-        return dict.get(owner, name, _MISSING)
+        return dict.get(owner, name, _Missing)
+    if isinstance(owner, list):
+        return owner[name] if name < len(owner) else _Missing
     if isinstance(owner, type):
-        return vars(owner).get(name, _MISSING)
+        return vars(owner).get(name, _Missing)
     try:
         return getattr(owner, name)
     except (AttributeError, ValueError):  # not assigned
-        return _MISSING
+        return _Missing
 
 
-def _write(owner: Any, name: str, value: Any) -> None:
+def _write(owner: Any, name: Any, value: Any) -> None:
     """Set a name as it was, or take it away."""
-    change: Callable[..., Any]
-    if isinstance(owner, dict):
-        owner.pop(name, None)
-        if value is not _MISSING:
-            owner[name] = value
+    if value is _Missing and _read(owner, name) is _Missing:
         return
-    change, given = (delattr, ()) if value is _MISSING else (setattr, (value,))
+    change: Callable[..., Any]
+    change, given = (delattr, ()) if value is _Missing else (setattr, (value,))
+    if isinstance(owner, dict | list):
+        kind = _own(owner) if isinstance(owner, dict) else list
+        change = kind.__delitem__ if value is _Missing else kind.__setitem__
     change(owner, name, *given)
 
 

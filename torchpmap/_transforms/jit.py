@@ -25,7 +25,6 @@ from torchpmap._base.boundary import boundary, fold
 from torchpmap._base.busy import waiting
 from torchpmap._base.config import config
 from torchpmap._base.errors import TraceError, kind_of
-from torchpmap._base.exact import exact
 from torchpmap._base.sources import defined_at
 from torchpmap._base.torch_internals import (
     break_graph,
@@ -41,7 +40,7 @@ from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import recording
 from torchpmap._trace.environment import Environment, Surroundings
 from torchpmap._trace.optimizers import NotYet
-from torchpmap._trace.snapshot import Snapshot
+from torchpmap._trace.snapshot import Slot, Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
 from torchpmap._transforms.jit_program import (
@@ -52,7 +51,9 @@ from torchpmap._transforms.jit_program import (
     Program,
     make_options,
 )
+from torchpmap._transforms.jit_stores import storing
 from torchpmap._transforms.jit_transforms import Body, Outline
+from torchpmap._transforms.jit_values import leaf_key
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, map_with, outside_dynamo
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import peek_key, streams_of
@@ -89,6 +90,8 @@ class Jitted(Generic[_P, _R]):
         self._lock = threading.RLock()
         self._programs: dict[Hashable, list[_Known]] = {}
         """The latest is first: ``train()`` and ``eval()`` take turns."""
+        self._slots: list[Slot] = []
+        """Where its programs store tensors."""
         self._traces = Retraces()
         self._environment = Environment(fun, by_name=_BY_NAME)
         self._runtime: Any = None
@@ -174,7 +177,7 @@ class Jitted(Generic[_P, _R]):
 
     def _program(self, call: JitCall, make: Callable[..., Any]) -> Any:
         """What runs a call; None: the function itself, operation by operation."""
-        structure, kinds = call.structure, tuple(map(_leaf_key, call.leaves))
+        structure, kinds = call.structure, tuple(map(leaf_key, call.leaves))
         modes = torch.is_grad_enabled(), make is self._make
         key = structure, structure.dict_order, keyed(), modes, kinds
         runtime = current_runtime()
@@ -208,13 +211,20 @@ class Jitted(Generic[_P, _R]):
         if objects:
             own.append(Environment(self.__wrapped__, objects, by_name=_BY_NAME))
         surroundings = Surroundings([self._environment, *own])
+        slots: list[Slot] = []
         with surroundings.tracing():
             reached = surroundings.objects()
             snapshot = Snapshot(reached, _BY_NAME)
             try:
                 optimizers = [x for x in reached if isinstance(x, Optimizer)]
-                program = make(call, self._options, optimizers)
-                self._refuse_leaks(snapshot)
+                complete = functools.partial(make, options=self._options, optimizers=optimizers)
+                where = self._options.where
+                if make is self._make:
+                    program, slots = storing(complete, call, snapshot, self._slots, where)
+                else:
+                    program = complete(call)
+                    for slot in snapshot.stored((), where):
+                        raise slot.refusal(where)
             except BaseException as error:
                 snapshot.restore()
                 if not isinstance(error, Untraceable):
@@ -224,7 +234,10 @@ class Jitted(Generic[_P, _R]):
                     self._traces.untraced(self._options, error, _BY_OPERATION)
                     self._keep(key, nothing)
                 return nothing
-        noted = Surroundings([self._environment.copy(), *own])
+        keys = {slot.key for slot in slots}
+        self._slots = [slot for slot in self._slots if slot.key not in keys] + slots
+        own = [each.without(keys) for each in own] if keys else own
+        noted = Surroundings([self._environment.without(keys), *own])
         if isinstance(program, Outline):
             program.surroundings = noted
         self._keep(key, (program, noted))
@@ -239,15 +252,6 @@ class Jitted(Generic[_P, _R]):
         if len(self._programs) > _MAX_KINDS:
             del self._programs[next(iter(self._programs))]
 
-    def _refuse_leaks(self, snapshot: Snapshot) -> None:
-        name = snapshot.leaked()
-        if name is not None:
-            raise Untraceable(
-                f"it stores a new tensor ({name}), which later calls would not",
-                self._options.where,
-                "buffer.copy_(value), or return the value",
-            )
-
     def _note(self, call: JitCall, is_outline: bool) -> None:
         """Count a trace, and warn if there are too many."""
         named = dict(zip(call.structure.paths("argument"), call.leaves, strict=True))
@@ -261,6 +265,7 @@ class Jitted(Generic[_P, _R]):
 
     def _forget(self, runtime: Any) -> None:
         self._programs.clear()
+        self._slots.clear()
         self._traces.clear()
         self._runtime = runtime
 
@@ -289,15 +294,6 @@ def _no_surroundings() -> None:
 
 def _laid_out(fun: Callable[..., Any], out_shardings: Any, *args: Any, **kwargs: Any) -> Any:
     return with_sharding_constraint(fun(*args, **kwargs), out_shardings)
-
-
-def _leaf_key(leaf: Any) -> Hashable:
-    if not isinstance(leaf, torch.Tensor):
-        return exact(leaf)
-    grad = leaf.requires_grad and (leaf.is_leaf or "computed")
-    if type(leaf) is ShardedTensor:
-        return leaf._alive()[0], grad
-    return tuple(leaf.shape), leaf.dtype, grad
 
 
 def _described(leaf: Any) -> str:
