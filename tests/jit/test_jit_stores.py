@@ -136,6 +136,56 @@ def what_is_stored_for_a_backward_pass_outside(on):
     return [weight.grad]
 
 
+@CASES.add(3)  # nothing is there; one tensor; two
+def the_last_two(on):
+    class Holder:
+        now = before = None
+
+    holder, found = Holder(), []
+
+    @on.jit
+    def f(x):
+        holder.before, holder.now = holder.now, x * 2
+        return x.sum()
+
+    for x in on.rows(5):
+        found += [f(x), holder.now, holder.before]
+    return [x for x in found if x is not None]
+
+
+@CASES.add(2)
+def what_the_first_call_makes(on):
+    class Cached:
+        is_ready = False
+
+        def __call__(self, x):
+            if not self.is_ready:
+                self.cache = torch.zeros_like(x)
+                self.is_ready = True
+            self.cache += x
+            return self.cache.sum()
+
+    cached = Cached()
+    return [*map(on.jit(lambda x: cached(x)), on.rows(4)), cached.cache]
+
+
+@CASES.add()
+def whether_two_places_have_one_tensor(on):
+    first, second = Slotted(), Slotted()
+    first.last = second.last = None
+
+    @on.jit
+    def f(x, both):
+        result = x * (2 if first.last is second.last else 3)
+        first.last = second.last = x.clone()
+        first.last.add_(1)
+        if not both:
+            second.last = x * 5
+        return result + second.last
+
+    return [f(x, both) for x, both in zip(on.rows(6), (1, 1, 0, 0, 1, 1), strict=True)]
+
+
 @CASES.add(fullgraph=False)
 def counters_beside_what_is_stored(on):
     class Ring:

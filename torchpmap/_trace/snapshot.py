@@ -8,6 +8,7 @@ function leaves one, it is told, as a ``Slot``, so that each call can leave its 
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType, FunctionType
@@ -15,15 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchpmap._base.exact import exact
 from torchpmap._base.pytree import flatten
 from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import FakeTensor
 from torchpmap._trace.environment import others_run
+from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.untraceable import Untraceable
 
 _DEPTH = 5
 """Of containers in attributes: ``optimizer.state[p]["exp_avg"]`` is one of 3."""
 _TABLES = (dict, list, set, deque)
+_PLAIN = torch.Tensor | enum.Enum | SIMPLE
 
 
 class _Missing:
@@ -143,26 +147,27 @@ class Snapshot:
             owner is slot.owner and name == slot.name for owner, name, _ in self._places
         )
 
-    def stored(self, known: Sequence[Slot], where: str) -> list[Slot]:
-        """Where tensors of a trace are, besides what is ``known``.
+    def stored(self, known: Sequence[Slot], where: str, *, constants: bool) -> list[Slot]:
+        """Where tensors of a trace are, besides what is ``known``; if there are any, also where
+        other values are that the function has moved or made, which may be ``constants``.
 
         Raises:
             Untraceable: later calls could not store theirs there.
         """
         keys = {slot.key for slot in known}
         new: dict[tuple[int, Any], Slot] = {}
+        moved: dict[tuple[int, Any], Slot] = {}
         others: list[Any] = []
-        """Names of what has changed besides."""
-        self._look_at_tables(keys, new, others, where)
-        for owner, name, value in self._places:
-            now, slot = _read(owner, name), Slot(owner, name)
-            if now is value or slot.key in new:
-                continue
+        for slot, now, can_store, is_users in self._changes():
+            is_plain = all(isinstance(x, _PLAIN) or x is _Missing for x in flatten(now)[0])
             if _has_traced(now):
-                _check(slot, now, isinstance(owner, torch.Tensor | type), where)
+                if not (can_store and is_plain):
+                    raise slot.refusal(where)
                 new[slot.key] = slot
-            elif slot.key not in keys and not isinstance(owner, torch.Tensor):
-                others.append(name)
+            elif is_users and slot.key not in keys:
+                is_moved = can_store and is_plain and (constants or _has_tensor(now))
+                moved |= {slot.key: slot} if is_moved else {}
+                others += [] if is_moved else [slot.name]
         if others and (new or known):
             raise Untraceable(
                 f"it stores a new tensor, and changes what is none ({others[0]!r}), which later "
@@ -170,43 +175,40 @@ class Snapshot:
                 where,
                 "a tensor for that too, or return the new tensor",
             )
-        return [slot for key, slot in new.items() if key not in keys]
+        found = new | moved if new or known else {}
+        return [slot for key, slot in found.items() if key not in keys]
 
-    def _look_at_tables(
-        self, known: set[Any], new: dict[Any, Slot], others: list[Any], where: str
-    ) -> None:
+    def _changes(self) -> Iterator[tuple[Slot, Any, bool, bool]]:
+        """Where something is not as it was, what is there now, whether calls can store there, and
+        whether it is the user's.
+        """
         for each in self._tables.values():
             table, copy = each.table, each.copy
             if _same(table, copy) or not each.is_there():
                 continue
             is_dict = isinstance(table, dict)
+            before = copy if is_dict else dict(enumerate(copy))
             names = list(dict.keys(table)) if is_dict else range(len(table))
-            changed = []
-            for name, item in zip(names, _items(table), strict=False):
-                slot = Slot(table, name)
-                if _has_traced(item):
-                    is_fixed = is_dict or (type(table) is list and len(table) == len(copy))
-                    _check(slot, item, not is_fixed, where)
-                    new[slot.key] = slot
-                elif slot.key not in known and item is not _before(copy, name):
-                    changed.append(name)
-            if each.is_users:
-                num_gone = max(len(copy) - len(table), 0)
-                gone = dict.keys(copy) - dict.keys(table) if is_dict else range(num_gone)
-                others += [*changed, *gone]
+            items = dict(zip(names, _items(table), strict=False))
+            is_fixed = is_dict or (type(table) is list and len(table) == len(copy))
+            for name in {**before, **items}:
+                now = items.get(name, _Missing)
+                if _differ(now, before.get(name, _Missing)):
+                    yield Slot(table, name), now, is_fixed, each.is_users
+        for owner, name, value in self._places:
+            now = _read(owner, name)
+            if _differ(now, value):
+                is_users = not isinstance(owner, torch.Tensor)  # its .grad
+                yield Slot(owner, name), now, is_users and not isinstance(owner, type), is_users
 
 
-def _before(copy: Any, name: Any) -> Any:
-    if isinstance(copy, dict):
-        return copy.get(name, _Missing)
-    return copy[name] if name < len(copy) else _Missing
+def _differ(now: Any, before: Any) -> bool:
+    is_simple = isinstance(now, SIMPLE) and isinstance(before, SIMPLE)
+    return now is not before and not (is_simple and exact(now) == exact(before))
 
 
-def _check(slot: Slot, value: Any, is_other: bool, where: str) -> None:
-    """Raise if calls cannot store a value there."""
-    is_hidden = any(not isinstance(x, torch.Tensor) and _has_traced(x) for x in flatten(value)[0])
-    if is_other or is_hidden:
-        raise slot.refusal(where)
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) for x in flatten(value)[0])
 
 
 def _own(table: dict[Any, Any]) -> Any:

@@ -40,7 +40,7 @@ from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import recording
 from torchpmap._trace.environment import Environment, Surroundings
 from torchpmap._trace.optimizers import NotYet
-from torchpmap._trace.snapshot import Slot, Snapshot
+from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
 from torchpmap._transforms.jit_program import (
@@ -51,7 +51,7 @@ from torchpmap._transforms.jit_program import (
     Program,
     make_options,
 )
-from torchpmap._transforms.jit_stores import storing
+from torchpmap._transforms.jit_stores import Storing, storing
 from torchpmap._transforms.jit_transforms import Body, Outline
 from torchpmap._transforms.jit_values import leaf_key
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, map_with, outside_dynamo
@@ -65,6 +65,8 @@ _MAX_PROGRAMS = 8
 """Of one kind of call, that differ in what they close over."""
 _MAX_KINDS = 256
 """Of calls, whose programs are kept."""
+_MAX_CONSTANTS = 4
+"""Programs that store other values of Python; a function that counts would need ever more."""
 _BY_OPERATION = "operation by operation"
 _BY_NAME = (Optimizer, LRScheduler, torch.amp.GradScaler)
 """What changes in each step: of these the code's own reads are watched."""
@@ -90,8 +92,6 @@ class Jitted(Generic[_P, _R]):
         self._lock = threading.RLock()
         self._programs: dict[Hashable, list[_Known]] = {}
         """The latest is first: ``train()`` and ``eval()`` take turns."""
-        self._slots: list[Slot] = []
-        """Where its programs store tensors."""
         self._traces = Retraces()
         self._environment = Environment(fun, by_name=_BY_NAME)
         self._runtime: Any = None
@@ -211,19 +211,24 @@ class Jitted(Generic[_P, _R]):
         if objects:
             own.append(Environment(self.__wrapped__, objects, by_name=_BY_NAME))
         surroundings = Surroundings([self._environment, *own])
-        slots: list[Slot] = []
         with surroundings.tracing():
             reached = surroundings.objects()
             snapshot = Snapshot(reached, _BY_NAME)
             try:
                 optimizers = [x for x in reached if isinstance(x, Optimizer)]
                 complete = functools.partial(make, options=self._options, optimizers=optimizers)
-                where = self._options.where
+                where, mine = self._options.where, self._programs.get(key, ())
+                look = functools.partial(
+                    snapshot.stored,
+                    where=where,
+                    constants=sum(isinstance(x, Storing) for x, _ in mine) < _MAX_CONSTANTS,
+                )
                 if make is self._make:
-                    program, slots = storing(complete, call, snapshot, self._slots, where)
+                    others = [x for kept in self._programs.values() for x, _ in kept]
+                    program = storing(complete, call, snapshot, others, look, where)
                 else:
                     program = complete(call)
-                    for slot in snapshot.stored((), where):
+                    for slot in look(()):
                         raise slot.refusal(where)
             except BaseException as error:
                 snapshot.restore()
@@ -234,8 +239,7 @@ class Jitted(Generic[_P, _R]):
                     self._traces.untraced(self._options, error, _BY_OPERATION)
                     self._keep(key, nothing)
                 return nothing
-        keys = {slot.key for slot in slots}
-        self._slots = [slot for slot in self._slots if slot.key not in keys] + slots
+        keys = {x.key for x in program.slots} if isinstance(program, Storing) else set()
         own = [each.without(keys) for each in own] if keys else own
         noted = Surroundings([self._environment.without(keys), *own])
         if isinstance(program, Outline):
@@ -265,7 +269,6 @@ class Jitted(Generic[_P, _R]):
 
     def _forget(self, runtime: Any) -> None:
         self._programs.clear()
-        self._slots.clear()
         self._traces.clear()
         self._runtime = runtime
 

@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from torchpmap._base.exact import exact
 from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_internals import torch_function_off
 from torchpmap._trace.snapshot import Slot, Snapshot
-from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms.jit_program import JitCall
 from torchpmap._transforms.jit_values import leaf_key
 
 _MAX_TRACES = 4
 """To find all places: a list that is shifted shows one more in each."""
+
+
+Look = Callable[[Sequence[Slot]], list[Slot]]
+"""Finds where a function has stored values, besides places that are known."""
 
 
 class _Found(Exception):
@@ -33,40 +37,97 @@ class _Found(Exception):
         self.slots = slots
 
 
+class _Nth(NamedTuple):
+    """Stands for a tensor in what is stored; two places may have the same."""
+
+    place: int
+
+
+class _State:
+    """What is in the places now."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        leaves, self._structure = flatten([slot.read() for slot in slots])
+        self.tensors: list[torch.Tensor] = []
+        places: dict[int, _Nth] = {}
+        self._template: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
+                places[id(leaf)] = _Nth(len(self.tensors))
+                self.tensors.append(leaf)
+            self._template.append(places.get(id(leaf), leaf))
+
+    def key(self) -> Hashable:
+        """What must be the same for the same program."""
+        structure, constants = self._structure, tuple(map(exact, self._template))
+        return structure, structure.dict_order, constants, tuple(map(leaf_key, self.tensors))
+
+    def values(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The same with other tensors."""
+        leaves = [tensors[x.place] if isinstance(x, _Nth) else x for x in self._template]
+        return self._structure.unflatten(leaves)
+
+
+class Storing:
+    """A program that takes what is in some places, and leaves other values there."""
+
+    has_effects = True
+
+    def __init__(self, program: Any, slots: Sequence[Slot]) -> None:
+        self._program, self.slots = program, slots
+        self.plan, self.resharded = program.plan, program.resharded
+        self._key = _State(slots).key()
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        state = _State(self.slots)
+        return state.key() == self._key and bool(self._program.holds([*state.tensors, *tensors]))
+
+    def refuses(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return bool(self._program.refuses([*_State(self.slots).tensors, *tensors]))
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        result, values = self._program.run([*_State(self.slots).tensors, *tensors])
+        _write_all(self.slots, values)
+        return result
+
+
 def storing(
     make: Callable[[JitCall], Any],
     call: JitCall,
     snapshot: Snapshot,
-    known: Sequence[Slot],
+    others: Sequence[Any],
+    look: Look,
     where: str,
-) -> tuple[Any, list[Slot]]:
-    """What ``make`` makes of a call, and the places whose values it takes and replaces.
+) -> Any:
+    """What ``make`` makes of a call, that stores what the function does.
 
-    known: places where other calls store tensors.
+    others: programs for other calls, which may store tensors.
     """
-    slots = [slot for slot in known if snapshot.has(slot)]
+    known = {x.key: x for each in others if isinstance(each, Storing) for x in each.slots}
+    slots = [slot for slot in known.values() if snapshot.has(slot)]
     for _ in range(_MAX_TRACES):
         try:
-            program = make(_with_state(call, slots, snapshot, where))
-            return (Storing(program, slots) if slots else program), slots
+            program = make(_with_state(call, slots, look))
+            return Storing(program, slots) if slots else program
         except _Found as found:
             snapshot.restore()
             slots += found.slots
-    reason = "it stores new tensors in other places each time"
-    raise Untraceable(reason, where, "the same attributes in each call")
+    raise slots[-1].refusal(where)
 
 
-def _with_state(call: JitCall, slots: list[Slot], snapshot: Snapshot, where: str) -> JitCall:
-    """The call with what is in the slots as a first argument and a second result."""
-    fun = call.fun
+def _with_state(call: JitCall, slots: list[Slot], look: Look) -> JitCall:
+    """The call with the tensors in the slots as a first argument, and what is there afterwards as a
+    second result.
+    """
+    fun, state = call.fun, _State(slots)
 
-    def run(state: Sequence[Any], args: Any, kwargs: Any) -> Any:
+    def run(tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
         before = [slot.read() for slot in slots]
         try:
-            _write_all(slots, state)
+            _write_all(slots, state.values(tensors))
             result = fun(*args, **kwargs)
             with torch_function_off():
-                new = snapshot.stored(slots, where)
+                new = look(slots)
             if new:
                 raise _Found(new)
             return (result, [slot.read() for slot in slots]) if slots else result
@@ -75,7 +136,7 @@ def _with_state(call: JitCall, slots: list[Slot], snapshot: Snapshot, where: str
 
     if slots:
         args, kwargs = call.structure.unflatten(call.leaves)
-        return JitCall(run, ([slot.read() for slot in slots], args, kwargs), {})
+        return JitCall(run, (state.tensors, args, kwargs), {})
     other = copy.copy(call)
     other.fun = lambda *args, **kwargs: run((), args, kwargs)
     return other
@@ -84,32 +145,3 @@ def _with_state(call: JitCall, slots: list[Slot], snapshot: Snapshot, where: str
 def _write_all(slots: Sequence[Slot], values: Sequence[Any]) -> None:
     for slot, value in zip(slots, values, strict=True):
         slot.write(value)
-
-
-class Storing:
-    """A program that takes what is in some places, and leaves other tensors there."""
-
-    has_effects = True
-
-    def __init__(self, program: Any, slots: Sequence[Slot]) -> None:
-        self._program, self._slots = program, slots
-        self.plan, self.resharded = program.plan, program.resharded
-        self._key, _ = self._state()
-
-    def _state(self) -> tuple[Hashable, list[torch.Tensor]]:
-        """The kind of what is in the places, and its tensors."""
-        leaves, structure = flatten([slot.read() for slot in self._slots])
-        key = structure, structure.dict_order, tuple(map(leaf_key, leaves))
-        return key, [x for x in leaves if isinstance(x, torch.Tensor)]
-
-    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        key, state = self._state()
-        return key == self._key and bool(self._program.holds([*state, *tensors]))
-
-    def refuses(self, tensors: Sequence[torch.Tensor]) -> bool:
-        return bool(self._program.refuses([*self._state()[1], *tensors]))
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        result, values = self._program.run([*self._state()[1], *tensors])
-        _write_all(self._slots, values)
-        return result
