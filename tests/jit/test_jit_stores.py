@@ -313,7 +313,24 @@ def a_moving_average_of_models_with_buffers(on):
     return averaged(on, avg_fn=get_ema_avg_fn(0.9), use_buffers=True)
 
 
-def scaled(on, make, clips=False, bad=(0, 3)):
+class Momentum(torch.optim.Optimizer):
+    """With a counter that is a number of Python."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"momentum": torch.zeros_like(p), "steps": torch.zeros(())}
+        self.state[p]["count"] = 0
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["steps"] += 1
+            p.sub_(self.state[p]["momentum"].mul_(0.9).add_(p.grad), alpha=0.1)
+        self.state[p]["count"] += 1
+
+
+def scaled(on, make, clips=False, bad=(0, 3), updates_outside=False):
     model = on.model()
     optimizer = make(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -327,15 +344,19 @@ def scaled(on, make, clips=False, bad=(0, 3)):
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         scaler.step(optimizer)
-        scaler.update()
+        if not updates_outside:
+            scaler.update()
         return loss.detach()
 
     results = []
     for k in range(7):
         x = data(k)
         x[0, 0] = float("inf") if k in bad else 1
-        results += [step(on.put(x)), torch.tensor(scaler.get_scale())]
-    state = [x for entries in optimizer.state.values() for x in entries.values()]
+        loss = step(on.put(x))
+        if updates_outside:
+            scaler.update()
+        results += [loss, torch.tensor(scaler.get_scale())]
+    state = [torch.as_tensor(x) for entries in optimizer.state.values() for x in entries.values()]
     return [*results[3:6], *results[8:], *model.parameters(), *state]
 
 
@@ -352,6 +373,16 @@ def a_scaler_and_adam(on):
 @CASES.add(2)
 def a_scaler_and_an_optimizer_that_is_fused(on):
     return scaled(on, lambda p: torch.optim.Adam(p, lr=0.1, fused=True))
+
+
+@CASES.add(2)
+def a_scaler_that_is_updated_outside(on):
+    return scaled(on, lambda p: torch.optim.Adam(p, lr=0.1), updates_outside=True)
+
+
+@CASES.add(fullgraph=False)
+def a_scaler_and_an_optimizer_that_counts_in_python(on):
+    return scaled(on, Momentum)
 
 
 @CASES.add()

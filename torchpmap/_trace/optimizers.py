@@ -17,14 +17,12 @@ same graph.
 
 from __future__ import annotations
 
-import functools
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
-from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -37,7 +35,6 @@ from torch.optim.optimizer import (
 )
 
 from torchpmap._base.optimizers import Positive, TensorNumbers, state_maker
-from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
     FakeTensor,
@@ -46,6 +43,7 @@ from torchpmap._base.torch_internals import (
     torch_function_off,
 )
 from torchpmap._trace.capture import is_real
+from torchpmap._trace.decisions import Skippable, decided, tracing
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.watched import Place, Watched
 from torchpmap._trace.whole_capture import WholeCapture
@@ -198,7 +196,7 @@ class Optimizers:
         """The innermost last: the ``step`` of a subclass may call that of its class."""
         self.made: WeakSet[Optimizer] = WeakSet()
         """Those that the function has made."""
-        self._condition: torch.Tensor | None = None
+        self.condition: torch.Tensor | None = None
         """Steps change something only where it is true."""
 
     @property
@@ -209,9 +207,9 @@ class Optimizers:
     def watched(self) -> Iterator[None]:
         """A block in which steps work on unknown values."""
         with ExitStack() as stack:
-            _tracing[self._thread] = self
-            stack.callback(_tracing.pop, self._thread, None)
-            stack.enter_context(_noted)
+            tracing[self._thread] = self
+            stack.callback(tracing.pop, self._thread, None)
+            stack.enter_context(decided)
             stack.callback(register_optimizer_step_pre_hook(self._before).remove)
             stack.callback(register_optimizer_step_post_hook(self._after).remove)
             try:
@@ -236,14 +234,6 @@ class Optimizers:
                     "scheduler.step() outside of the function",
                 )
 
-    def step_if_finite(self, optimizer: Optimizer, found: Any, *args: Any, **kwargs: Any) -> Any:
-        """What a ``GradScaler`` does with what it has ``found``."""
-        self._condition = sum(found["found_inf_per_device"].values()) == 0
-        try:
-            return optimizer.step(*args, **kwargs)
-        finally:
-            self._condition = None
-
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
@@ -258,7 +248,7 @@ class Optimizers:
             raise Untraceable(f"it makes the {name} that steps", users_line(), "one made outside")
         with torch_function_off(), outside_modes(), torch.no_grad():
             _make_state(optimizer, self._capture)
-            if self._condition is not None:
+            if self.condition is not None:
                 self._count_on_devices(optimizer)
         if id(optimizer) not in self._known:
             with torch_function_off(), outside_modes():
@@ -269,8 +259,8 @@ class Optimizers:
                 self._counters[id(counter)] = numbers.counter(place)
         numbers = self._known[id(optimizer)][1]
         stack = ExitStack()
-        if self._condition is not None and not self._stepping:
-            stack.callback(self._undo_where_false, self._copies(optimizer))
+        if self.condition is not None and not self._stepping:
+            stack.callback(Skippable(optimizer, self.condition, self._capture).end)
         self._stepping.append((optimizer, stack))
         for group in optimizer.param_groups:
             stack.callback(group.update, {x: group[x] for x in _OPTIONS if x in group})
@@ -329,21 +319,6 @@ class Optimizers:
                 none = torch.zeros_like(p.flatten()[:1], dtype=entries["step"].dtype).sum()
                 entries["step"] = none + entries["step"]
 
-    def _copies(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What a step may write, with copies in the trace."""
-        entries = [x for each in optimizer.state.values() for x in each.values()]
-        params = [x for group in optimizer.param_groups for x in group["params"]]
-        with torch.no_grad():
-            found = [x for x in (*params, *entries) if isinstance(x, torch.Tensor)]
-            return [(x, x.clone()) for x in found]
-
-    def _undo_where_false(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        assert self._condition is not None
-        with torch.no_grad():
-            for x, before in copies:
-                if self._capture.substitute(x)._version:
-                    x.copy_(torch.where(self._condition, x, before))
-
     def _advance(self, now: torch.Tensor, begin: Node | None) -> float:
         """By how much a step has advanced a counter."""
         node, total = self._capture.node_of(now), 0.0
@@ -383,66 +358,6 @@ class Optimizers:
                 users_line(),
                 "the same call again",
             )
-
-
-_tracing: dict[int, Optimizers] = {}
-"""By the thread that traces."""
-
-
-def _noting(own: Any) -> Any:
-    @functools.wraps(own)
-    def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        own(self, *args, **kwargs)
-        active = _tracing.get(threading.get_ident())
-        if active is not None:
-            active.made.add(self)
-
-    return init
-
-
-def _scaled(own: Any) -> Any:
-    """Of a ``GradScaler``: whether gradients are finite is decided on the devices."""
-
-    @functools.wraps(own)
-    def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        active = _tracing.get(threading.get_ident())
-        if active is None:
-            return own(self, optimizer, *args, **kwargs)
-        with (  # a fused step would look at the gradients itself
-            patch.object(optimizer, "_step_supports_amp_scaling", False, create=True),
-            patch.object(self, "_maybe_opt_step", active.step_if_finite),
-        ):
-            return own(self, optimizer, *args, **kwargs)
-
-    return step
-
-
-def _averaged(own: Any) -> Any:
-    """Of an ``AveragedModel``: whether it is the first average is decided on the devices."""
-
-    @functools.wraps(own)
-    def update_parameters(self: Any, model: torch.nn.Module) -> None:
-        if threading.get_ident() not in _tracing:
-            return own(self, model)
-        with torch.no_grad():
-            is_first = self.n_averaged == 0
-            with Positive([self.n_averaged]):
-                own(self, model)
-            new = *model.parameters(), *model.buffers()
-            averages = *self.module.parameters(), *self.module.buffers()
-            for average, now in zip(averages, new, strict=False):
-                average.copy_(torch.where(is_first, now, average))
-
-    return update_parameters
-
-
-_noted = Replaced(
-    [
-        Replacement(Optimizer, "__init__", _noting),
-        Replacement(torch.amp.GradScaler, "step", _scaled),
-        Replacement(torch.optim.swa_utils.AveragedModel, "update_parameters", _averaged),
-    ]
-)
 
 
 _last: WeakKeyDictionary[Optimizer, dict[_Setting, Any]] = WeakKeyDictionary()

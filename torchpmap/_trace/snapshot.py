@@ -78,6 +78,13 @@ class _Table(NamedTuple):
         is_item = any(item is self.table for item in _items(self.parent.table))
         return is_item and self.parent.is_there()
 
+    def attribute(self, name: Any) -> Slot:
+        """The place in the outermost container that leads to an entry."""
+        if self.parent is None:
+            return Slot(self.table, name)
+        names = [x for x, item in self.parent.copy.items() if item is self.table]
+        return self.parent.attribute(names[0])
+
 
 class Snapshot:
     """``objects``: what the function reaches; containers in their attributes are found here.
@@ -159,13 +166,12 @@ class Snapshot:
         moved: dict[tuple[int, Any], Slot] = {}
         others: list[Any] = []
         for slot, now, can_store, is_users in self._changes():
-            is_plain = all(isinstance(x, _PLAIN) or x is _Missing for x in flatten(now)[0])
             if _has_traced(now):
-                if not (can_store and is_plain):
+                if not (can_store and _is_plain(now)):
                     raise slot.refusal(where)
                 new[slot.key] = slot
             elif is_users and slot.key not in keys:
-                is_moved = can_store and is_plain and (constants or _has_tensor(now))
+                is_moved = can_store and _is_plain(now) and (constants or _has_tensor(now))
                 moved |= {slot.key: slot} if is_moved else {}
                 others += [] if is_moved else [slot.name]
         if others and (new or known):
@@ -193,8 +199,13 @@ class Snapshot:
             is_fixed = is_dict or (type(table) is list and len(table) == len(copy))
             for name in {**before, **items}:
                 now = items.get(name, _Missing)
-                if _differ(now, before.get(name, _Missing)):
-                    yield Slot(table, name), now, is_fixed, each.is_users
+                if not _differ(now, before.get(name, _Missing)):
+                    continue
+                if each.is_users:
+                    yield Slot(table, name), now, is_fixed, True
+                elif _has_traced(now):  # the containers in it may be others in each call
+                    slot = each.attribute(name)
+                    yield slot, slot.read(), True, False
         for owner, name, value in self._places:
             now = _read(owner, name)
             if _differ(now, value):
@@ -205,6 +216,11 @@ class Snapshot:
 def _differ(now: Any, before: Any) -> bool:
     is_simple = isinstance(now, SIMPLE) and isinstance(before, SIMPLE)
     return now is not before and not (is_simple and exact(now) == exact(before))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether each call can have a value of its own like this one."""
+    return all(isinstance(x, _PLAIN) or x is _Missing for x in flatten(value)[0])
 
 
 def _has_tensor(value: Any) -> bool:
