@@ -314,26 +314,38 @@ def a_moving_average_of_models_with_buffers(on):
 
 
 class Momentum(torch.optim.Optimizer):
-    """With a counter that is a number of Python."""
-
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
         for p in self.param_groups[0]["params"]:
             self.state[p] = {"momentum": torch.zeros_like(p), "steps": torch.zeros(())}
-        self.state[p]["count"] = 0
 
     @torch.no_grad()
     def step(self):
         for p in self.param_groups[0]["params"]:
             self.state[p]["steps"] += 1
-            p.sub_(self.state[p]["momentum"].mul_(0.9).add_(p.grad), alpha=0.1)
-        self.state[p]["count"] += 1
+            self.state[p]["momentum"] *= 0.9
+            p.sub_(self.state[p]["momentum"].add_(p.grad), alpha=0.1)
 
 
-def scaled(on, make, clips=False, bad=(0, 3), updates_outside=False):
+class Counting(Momentum):
+    """With a counter that is a number of Python."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.last = self.state[self.param_groups[0]["params"][-1]]
+        self.last["count"] = 0
+
+    def step(self):
+        super().step()
+        self.last["count"] += 1
+
+
+def scaled(on, make, clips=False, bad=(0, 3), updates_outside=False, is_used=False):
     model = on.model()
     optimizer = make(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    if is_used:
+        scaler.scale(torch.ones(()))
 
     @on.jit
     def step(x):
@@ -382,7 +394,25 @@ def a_scaler_that_is_updated_outside(on):
 
 @CASES.add(fullgraph=False)
 def a_scaler_and_an_optimizer_that_counts_in_python(on):
-    return scaled(on, Momentum)
+    return scaled(on, Counting, is_used=True)
+
+
+@CASES.add(1)
+def a_scaler_and_an_optimizer_of_the_user(on):
+    return scaled(on, Momentum, is_used=True)
+
+
+@CASES.add(1)
+def an_optimizer_of_the_user(on):
+    model = on.model()
+    optimizer = Momentum(model.parameters())
+    state = [x for entries in optimizer.state.values() for x in entries.values()]
+    return [*map(on.step(model, optimizer), on.rows(4)), *model.parameters(), *state]
+
+
+@CASES.add(1)
+def a_scaler_whose_scale_is_on_the_host(on):
+    return scaled(on, lambda p: torch.optim.Adam(p, lr=0.1), is_used=True)
 
 
 @CASES.add()

@@ -344,12 +344,14 @@ class Optimizers:
             stack.close()
         if any(each is optimizer for each, _ in self._stepping):
             return
-        made = [
-            (entries, name)
-            for entries in optimizer.state.values()
-            for name, value in entries.items()
-            if isinstance(value, FakeTensor)
-        ]
+        real_of = {id(self._capture.stand_ins[id(x)]): x for x in self._capture.tensors}
+        made = []
+        for entries in optimizer.state.values():
+            for name, value in list(entries.items()):
+                if id(value) in real_of:  # state["sum"] += 1 stores what it has written to
+                    entries[name] = real_of[id(value)]
+                elif isinstance(value, FakeTensor):
+                    made.append((entries, name))
         for entries, name in made:
             del entries[name]
         if made:  # as SGD with dampening does: its first step is another one
