@@ -15,8 +15,8 @@ import torchpmap as tp
 from torchpmap._runtime.task import Rank
 from torchpmap.checkpoint import ShapeDtypeStruct, _blocks, load, save
 from torchpmap.checkpoint._blocks import Files
+from torchpmap.checkpoint._load import Restore
 from torchpmap.checkpoint._table import Table
-from torchpmap.checkpoint._workers import Restore
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 Pair = collections.namedtuple("Pair", "left right")
@@ -314,6 +314,6 @@ class OnMeta:
 def test_a_rank_reads_to_its_device(tmp_path: Path) -> None:
     save(tmp_path / "one", {"x": torch.arange(4.0)})
     row = Table.of(tmp_path / "one").rows["x"]
-    work = Restore(tmp_path / "one", (row,), {0: (((1,), (2,)),)})
+    work = Restore(tmp_path / "one", {0: [(row, ((1,), (2,)))]})
     _, (block,) = work.run(Rank((0,), "all", OnMeta(), None), None, [])
     assert (block.device.type, block.shape) == ("meta", (2,))
