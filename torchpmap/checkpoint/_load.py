@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpmap._base.errors import CheckpointError
+from torchpmap._base.errors import CheckpointError, kind_of
 from torchpmap._layout.layout import Layout, general_layout
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime import inline_mode
@@ -28,11 +28,9 @@ from torchpmap.checkpoint._peers import Peers
 from torchpmap.checkpoint._save import NAME
 from torchpmap.checkpoint._table import (
     ARRAYS,
-    Extent,
     Leaf,
     Row,
     Table,
-    describe,
     leaf_kind,
     leaves_of,
 )
@@ -60,6 +58,9 @@ class ShapeDtypeStruct:
     shape: tuple[int, ...]
     dtype: torch.dtype
     sharding: NamedSharding | None = None
+
+
+_Part = tuple[Row, tuple[slice, ...]]
 
 
 class _Wanted(NamedTuple):
@@ -132,8 +133,8 @@ def _wanted(leaf: Leaf, row: Row, folder: Path) -> _Wanted:
     elif (kind := leaf_kind(leaf)) in ARRAYS:
         value = like if isinstance(like, torch.Tensor) else host_tensor(like)
         dtype, shape = value.dtype, tuple(value.shape)
-    asked = describe(type(like).__name__, dtype, shape)
-    stored = describe(row.kind, row.dtype, row.shape)
+    asked = _described(type(like).__name__, dtype, shape)
+    stored = _described(row.kind, row.dtype, row.shape)
     if asked != stored:
         raise ValueError(
             f"torchpmap.checkpoint.load: {leaf.path} is {asked}, but {leaf.key!r} in the "
@@ -141,6 +142,10 @@ def _wanted(leaf: Leaf, row: Row, folder: Path) -> _Wanted:
             "saved (load without like= shows them), and convert what comes back."
         )
     return _Wanted(row, kind, like, layout)
+
+
+def _described(kind: str, dtype: torch.dtype | None, shape: Sizes) -> str:
+    return f"a Python {kind}" if dtype is None else kind_of(shape, dtype)
 
 
 def _layout_of(leaf: Leaf) -> Layout | None:
@@ -189,13 +194,12 @@ def _on_host(row: Row, kind: str, files: Files) -> Any:
 def _on_devices(
     ranks: Sizes, wants: Sequence[tuple[int, Row, Layout]], folder: Path
 ) -> list[Handle]:
-    parts: dict[int, list[tuple[Row, Extent]]] = {rank: [] for rank in ranks}
+    parts: dict[int, list[_Part]] = {rank: [] for rank in ranks}
     for _, row, layout in wants:
         whole = over_processes(layout)
         for rank, index in zip(whole.ranks, whole.slices, strict=True):
             if rank in parts:
-                offsets = tuple(part.start or 0 for part in index)
-                parts[rank].append((row, (offsets, layout.block_shape)))
+                parts[rank].append((row, index))
     work, team, here = Restore(folder, parts), current_runtime().team(ranks), process_index()
     if not is_launched():
         return run_on(team, NAME, work)[1]
@@ -208,13 +212,13 @@ class Restore:
     """Read blocks from files; they become values of the device."""
 
     folder: Path
-    parts: Mapping[int, Sequence[tuple[Row, Extent]]]
+    parts: Mapping[int, Sequence[_Part]]
     """By rank, what it reads."""
 
     def blocks(self, rank: int) -> Iterator[torch.Tensor]:
         with Files(self.folder) as files:
-            for row, extent in self.parts[rank]:
-                yield row.read(files, extent)
+            for row, index in self.parts[rank]:
+                yield row.read(files, index)
 
     def run(
         self, rank: Rank, given: None, blocks: Sequence[torch.Tensor]

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.data import DTYPES, read, written
-from torchpmap._base.errors import CheckpointError, check_array, dtype_name, kind_of
+from torchpmap._base.errors import CheckpointError, check_array, dtype_name
 from torchpmap._base.pytree import MAPPINGS, Node, Structure, flatten
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap.checkpoint._blocks import (
@@ -49,8 +49,6 @@ from torchpmap.checkpoint._blocks import (
 )
 from torchpmap.checkpoint._folder import TABLE, broken, other_format, read_table
 
-Extent = tuple[Sizes, Sizes]
-"""Offsets and sizes of a part of a leaf."""
 VALUES = (type(None), bool, int, float, complex, str, bytes)
 """Types of leaves that the table has."""
 ARRAYS = ("tensor", "ndarray", "numpy scalar")
@@ -152,11 +150,6 @@ def leaf_kind(leaf: Leaf) -> str:
     )
 
 
-def describe(kind: str, dtype: torch.dtype | None, shape: Sizes) -> str:
-    """``float32[2, 3]``, or ``a Python int``."""
-    return f"a Python {kind}" if dtype is None else kind_of(shape, dtype)
-
-
 # -- rows ------------------------------------------------------------------------------------------
 
 
@@ -173,18 +166,16 @@ class Row(NamedTuple):
     block_shape: Sizes = ()
     blocks: tuple[Block, ...] = ()
 
-    def read(self, files: Files, extent: Extent | None = None) -> torch.Tensor:
-        """A part of a tensor, or all of it.
-
-        Raises:
-            CheckpointError: a block is damaged.
-        """
-        offsets, sizes = extent or ((0,) * len(self.shape), self.shape)
+    def read(self, files: Files, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """A part of a tensor, or all of it; raises ``CheckpointError`` for a damaged block."""
+        parts = index or (slice(None),) * len(self.shape)
+        spans = [part.indices(size)[:2] for part, size in zip(parts, self.shape, strict=True)]
+        sizes = [high - low for low, high in spans]
         target = torch.empty(sizes, dtype=self.dtype, device="cpu")
         for cell, block in zip(itertools.product(*map(range, self.cuts)), self.blocks, strict=True):
             first, here = [], []
-            for k, length, low, size in zip(cell, self.block_shape, offsets, sizes, strict=True):
-                start, stop = max(k * length, low), min((k + 1) * length, low + size)
+            for k, length, (low, high) in zip(cell, self.block_shape, spans, strict=True):
+                start, stop = max(k * length, low), min((k + 1) * length, high)
                 first.append(start - k * length)
                 here.append(slice(start - low, max(start, stop) - low))
             part = target[tuple(here)]
