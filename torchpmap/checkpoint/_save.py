@@ -39,7 +39,7 @@ from torchpmap._runtime.task import Rank
 from torchpmap._sharded.device_put import block_until_ready
 from torchpmap._sharded.global_view import over_processes
 from torchpmap._sharded.tensor import ShardedTensor
-from torchpmap._sharded.transfer import blocks_of, check_equal_everywhere, fetch_blocks, host_tensor
+from torchpmap._sharded.transfer import blocks_of, check_equal_everywhere, host_tensor
 from torchpmap.checkpoint._blocks import RESERVED, Plan, Sizes, write
 from torchpmap.checkpoint._folder import HOST, Folder, file_of
 from torchpmap.checkpoint._peers import Peers, Pipes
@@ -80,11 +80,8 @@ class _Array(NamedTuple):
     block_shape: Sizes
     holders: dict[Sizes, list[int]]
     """The writers that have the block at each offsets."""
-    host: torch.Tensor | None
-    """The value, if it is on the host."""
-    layout: Any = None
-    """That of the rows of all controllers, if the value is on the devices."""
-    handle: Any = None
+    value: torch.Tensor
+    """A ShardedTensor, or one of the host."""
 
     def row(self, key: str, plans: Plans) -> dict[str, Any]:
         """Its row of the table, with the writers in place of the blocks."""
@@ -112,15 +109,14 @@ def _array(leaf: Leaf) -> _Array | None:
             "safetensors keeps for itself. Rename the key."
         )
     if isinstance(value, ShardedTensor):
-        layout, handle = value._alive()
+        layout, _ = value._alive()
         if process_count() == 1 or not layout.is_replicated or len(layout.devices) > 1:
             layout = over_processes(layout)
             holders = {
                 tuple(part.start or 0 for part in index): [layout.ranks[k] for k in places]
                 for places, index in blocks_of(layout)
             }
-            where = layout.block_shape, holders, None, layout, handle
-            return _Array(kind, layout.dtype, layout.shape, *where)
+            return _Array(kind, layout.dtype, layout.shape, layout.block_shape, holders, value)
         value = value.to_host()  # each of several controllers has its own copy
     try:
         host = host_tensor(value).resolve_conj().resolve_neg()
@@ -135,8 +131,8 @@ def _array(leaf: Leaf) -> _Array | None:
 
 def _told(value: Any, array: _Array | None) -> Any:
     """What must be equal in all processes that save together."""
-    if array is None or array.host is not None:
-        return value if array is None else array.host
+    if array is None or not isinstance(array.value, ShardedTensor):
+        return value if array is None else array.value
     return f"{kind_of(array.shape, array.dtype)} in the blocks {array.holders}"
 
 
@@ -238,11 +234,9 @@ def _copied(folder: Folder, arrays: Mapping[str, _Array], plans: Plans) -> Calla
 
 def _block_here(array: _Array) -> torch.Tensor:
     """A copy of the block that this process has."""
-    if array.host is not None:
-        return array.host.clone(memory_format=torch.contiguous_format)
-    # each of several controllers has one device, whose id is the process index
-    here = array.handle.team.ranks.index(process_index())
-    return fetch_blocks(array.layout, array.handle, [here])[0]
+    if isinstance(array.value, ShardedTensor):
+        return array.value.addressable_data(0)  # each of several controllers has one device
+    return array.value.clone(memory_format=torch.contiguous_format)
 
 
 def _copy_on_workers(
@@ -251,8 +245,9 @@ def _copy_on_workers(
     """Have worker processes copy their blocks and begin to write them."""
     by_team: dict[Sizes, dict[str, Handle]] = {}
     for key, array in arrays.items():
-        if array.host is None:
-            by_team.setdefault(array.handle.team.ranks, {})[key] = array.handle
+        if isinstance(array.value, ShardedTensor):
+            _, handle = array.value._alive()
+            by_team.setdefault(handle.team.ranks, {})[key] = handle
     for ranks, held in by_team.items():
         work = Snapshot(pipes, plans, tuple(held))
         run_on(current_runtime().team(ranks), NAME, work, list(held.values()))
