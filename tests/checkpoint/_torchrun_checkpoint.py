@@ -116,6 +116,11 @@ def test_the_processes_differ() -> None:
     for value in (rank, torch.tensor([rank, 2]), "a" * 300 + str(rank), np.ones(1) * rank):
         with pytest.raises(ValueError, match=DIFFERS):
             tp.checkpoint.save(folder / "differ", {"same": 1, "seed": value})
+    wide = tp.device_put(torch.zeros(1, 2 + rank), tp.local_devices())
+    with pytest.raises(ValueError, match=r"float32\[2, 3\] in the blocks .*float32\[2, 2\] in the"):
+        tp.checkpoint.save(folder / "differ", {"w": wide})
+    with pytest.raises(ValueError, match=r"tree must be the same .*'w_1'.*, and not .*'w_0'"):
+        tp.checkpoint.save(folder / "differ", {f"w_{rank}": wide})
     dist.barrier()
     assert not (folder / "differ").exists()
     assert not (folder / ".differ.saving").exists()
