@@ -96,6 +96,8 @@ def _parts(node: Node, most: int, met: set[Node]) -> _Sum | None:
     """The sum that a node computes; None if it computes something else."""
     if node.target not in (*_SAME, *_ADDING, *_SUBTRACTED, _aten.mul.Tensor):
         return None
+    if len(node.args) > 2:  # rsub with a factor
+        return None
     parts = [_sum(arg, most, met) for arg in node.args[:2]]
     first, second = parts[0], parts[-1]
     if first is None or second is None:
