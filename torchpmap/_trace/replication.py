@@ -34,6 +34,7 @@ from torchpmap._trace.graphs import (
     COND,
     PRINT,
     WHILE,
+    Met,
     current_capture,
     inner_graphs,
     kind_of_node,
@@ -252,7 +253,8 @@ class Replication:
         """The outputs.  Blocks that must be the same but may differ are broadcast from the first
         device, or refused.
         """
-        for group in dict.fromkeys(each.group for each in met(self._graph) if each.around):
+        inside = (each.group for node in self._graph.nodes for each in _met_in(node))
+        for group in dict.fromkeys(inside):
             if group in self._groups:
                 lines = self._groups[group]
                 varying = self._varying_along(lines)
@@ -380,8 +382,7 @@ def _refuse_deadlocks(graph: Graph, group: str, varying: Collection[Node], along
     steps of a loop, that contains a collective of theirs.
     """
     for node in parting(graph, varying, along):
-        found = [each for inner in inner_graphs(node) for each in met(inner)]
-        targets = [each.node.target for each in found if each.group == group]
+        targets = [each.node.target for each in _met_in(node) if each.group == group]
         if targets:
             axes = [name for name, other in node.meta.get("axes", ()) if other == group]
             axes += [name for name, _ in node.meta.get("axes", ())]
@@ -391,6 +392,11 @@ def _refuse_deadlocks(graph: Graph, group: str, varying: Collection[Node], along
             prints = all(getattr(target, "_opname", "") == PRINT for target in targets)
             told = parted(name, axis if axis != "None" else "None (without a name)", prints=prints)
             raise ValueError(f"at {line}: {told}")
+
+
+def _met_in(node: Node) -> list[Met]:
+    """What communicates in a loop or branch."""
+    return [each for inner in inner_graphs(node) for each in met(inner)]
 
 
 def parting(graph: Graph, varying: Collection[Node], along: Along) -> Iterator[Node]:
