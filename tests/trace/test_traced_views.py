@@ -442,6 +442,18 @@ def test_a_slice_of_another_length_runs_uncompiled():
         torch.testing.assert_close(got.cpu(), stacked(f)[0][:2])
 
 
+def test_numbers_of_a_slice_that_wrap_around():
+    x = torch.arange(400.0).reshape(2, 200)
+    narrow, wide = torch.tensor([127, 3], dtype=torch.int8), torch.tensor([150, 3])
+    for f, i in (
+        (lambda x, i: x[i : i + 1].sum(), narrow),
+        (lambda x, i: x[i : i.to(torch.int8) + 2].sum(), wide),
+    ):
+        with pytest.warns(UserWarning, match="running without tracing"):
+            got = tp.pmap(f, compile=EAGER)(x, i)
+        torch.testing.assert_close(got.cpu(), torch.stack(list(map(f, x, i))))
+
+
 def test_each_device_takes_its_slice():
     def f(x):
         start = tp.axis_index("i") * 8

@@ -29,7 +29,7 @@ def traced_indexing(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | No
         return None
     if func is _GET or func is _SET:
         key = _entries(given["key"])
-        if not any(_is_number(each) or _extent(each) is not None for each in key):
+        if not any(_is_number(each) or _is_traced(each) for each in key):
             return None
         return lambda: (_get if func is _GET else _set)(*args)
     dim, start = given.get("dim"), given.get("index", given.get("start"))
@@ -86,12 +86,17 @@ def _is_number(entry: Any) -> bool:
     )
 
 
-def _extent(entry: Any) -> int | None:
-    """The stop less the start of a slice whose start is a traced number; None if not known."""
-    if not isinstance(entry, slice) or not _is_number(entry.start) or not _is_number(entry.stop):
-        return None
+def _is_traced(entry: Any) -> bool:
+    """Whether it is a slice between traced numbers."""
+    return isinstance(entry, slice) and _is_number(entry.start) and _is_number(entry.stop)
+
+
+def _extent(entry: Any, size: int) -> int | None:
+    """The stop less the start of a slice between traced numbers, of a dim of this size; None if not
+    known.
+    """
     is_simple = entry.step is None or (isinstance(entry.step, int) and entry.step > 0)
-    return difference(entry.stop, entry.start) if is_simple else None
+    return difference(entry.stop, entry.start, size) if is_simple else None
 
 
 def _is_basic(entry: Any) -> bool:
@@ -111,7 +116,7 @@ def _with_windows(x: torch.Tensor, key: Any) -> Entries:
     entries[place : place + 1] = [slice(None)] * missing
     dim = 0
     for k, entry in enumerate(entries):
-        extent = _extent(entry)
+        extent = _extent(entry, x.shape[dim]) if _is_traced(entry) else None
         if _is_number(entry):
             entries[k] = at(entry, x.shape[dim])
         elif extent is not None:
