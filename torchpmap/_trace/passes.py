@@ -42,7 +42,7 @@ def refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch.
     """Raise for a gradient that the graph, now without dead code, no longer computes: it was
     neither returned nor used.
     """
-    alive = set().union(*map(storages, graph.graph.nodes))
+    alive = set().union(*map(storages, graph.graph.nodes if leftover else ()))
     if any(grad.untyped_storage()._cdata not in alive for grad in leftover):
         raise RuntimeError(
             "the function calls .backward() and leaves a gradient on a captured parameter without "
