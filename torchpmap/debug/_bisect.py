@@ -13,11 +13,10 @@ from torch.fx import Graph, GraphModule, Node
 from torchpmap._base.pytree import tree_leaves
 from torchpmap._base.torch_internals import LazyGraphModule, OpOverload, gives_views
 from torchpmap._layout.axis_stack import Partition
-from torchpmap._plan.collectives import groups_of
 from torchpmap._trace.boxed import Boxed
 from torchpmap._trace.compile import Backend, Definition, compile_definition, parse_compile
 from torchpmap._trace.effects import distance, wide
-from torchpmap._trace.graphs import all_modules, copied_whole, written_by
+from torchpmap._trace.graphs import all_modules, copied_whole, groups_of, written_by
 from torchpmap._trace.repetition import place_of
 from torchpmap.debug._lockstep import (
     Lockstep,

@@ -18,8 +18,16 @@ from torch.fx.node import map_arg
 from torchpmap._base.torch_internals import OpOverload, gives_views
 from torchpmap._collectives.meanings import MEANINGS
 from torchpmap._layout.axis_stack import Partition
-from torchpmap._plan.collectives import PRINT, arguments, groups_of, name_of
-from torchpmap._trace.graphs import COND, SCAN, kind_of_node, results_of
+from torchpmap._plan.collectives import name_of
+from torchpmap._trace.graphs import (
+    COND,
+    PRINT,
+    SCAN,
+    arguments,
+    groups_of,
+    kind_of_node,
+    results_of,
+)
 from torchpmap._trace.repetition import place_of
 from torchpmap._transforms.nans import UNSET
 

@@ -15,8 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from torchpmap._base.fingerprint import digest
-from torchpmap._plan.collectives import met
-from torchpmap._trace.graphs import placeholders
+from torchpmap._trace.graphs import met, placeholders
 from torchpmap.checkpoint._blocks import Files, read_bytes, read_header, sizes_of, write
 from torchpmap.debug._graph_data import NotData, Tensors, decoded, decoded_graph, encoded
 
