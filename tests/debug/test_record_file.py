@@ -13,7 +13,7 @@ from torchpmap._base.errors import kind_of
 from torchpmap._layout.axis_stack import group_name
 from torchpmap.debug._graph_data import NotData, decoded_graph, encoded_graph
 from torchpmap.debug._lockstep import Lockstep
-from torchpmap.debug._record_file import Inputs, load, save
+from torchpmap.debug._record_file import load, save
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -104,7 +104,7 @@ def test_facts_that_do_not_fit(recording, change):
     (path,) = tp.debug.dump()
     found, tensors = load(path), {}
     graph = encoded_graph(found.graph, tensors)
-    save(path, replace(found.facts, **change), graph, Inputs(found.inputs), tensors)
+    save(path, replace(found.facts, **change), graph, tensors, found.inputs, {})
     with pytest.raises(ValueError, match=r"^replay: "):
         tp.debug.replay(path)
 

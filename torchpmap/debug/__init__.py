@@ -191,8 +191,13 @@ def check_pmap(
     Source: checked in tests/debug/test_check_pmap.py against programs whose ways
         differ by construction.
     """
-    mapped = _no_blocks(fun)
-    if not isinstance(mapped, Pmapped):
+    mapped: Any = fun
+    if isinstance(fun, Mapped) and not isinstance(fun, Pmapped):
+        raise TypeError(
+            f"check_pmap compares the ways to compute a pmap, but got {fun!r}. Compare a shard_map "
+            "with the same function on whole tensors."
+        )
+    if not isinstance(fun, Pmapped):
         mapped = pmap(fun, axis_name, in_axes=in_axes, out_axes=out_axes, **options)
     elif options or axis_name is not None or in_axes != 0 or out_axes != 0:
         raise TypeError(
@@ -200,15 +205,6 @@ def check_pmap(
             "function with options, or the mapped one without."
         )
     return check(mapped._fun, mapped._options, args, rtol, atol, gradients)
-
-
-def _no_blocks(fun: Any) -> Any:
-    if isinstance(fun, Mapped) and not isinstance(fun, Pmapped):
-        raise TypeError(
-            f"check_pmap compares the ways to compute a pmap, but got {fun!r}. Compare a shard_map "
-            "with the same function on whole tensors."
-        )
-    return fun
 
 
 @boundary

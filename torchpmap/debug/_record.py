@@ -21,7 +21,7 @@ from torchpmap._plan.plan import Plan
 from torchpmap._runtime.current import process_count, process_index
 from torchpmap._trace import recording
 from torchpmap.debug._graph_data import NotData, encoded, encoded_graph
-from torchpmap.debug._record_file import Facts, Inputs, part_name, save
+from torchpmap.debug._record_file import Blocks, Facts, Lost, part_name, save
 
 _MAX_NAME = 60
 
@@ -98,7 +98,8 @@ class Recording:
         name = re.sub(r"[^A-Za-z0-9]+", "-", plan.prefix)[:_MAX_NAME].strip("-")
         stem = f"{run.number:05d}-{name}"
         path = self.folder / part_name(stem, process_index() if process_count() > 1 else None)
-        save(path, _facts(run.number, plan, error), graph, _blocks(plan, run.held), tensors)
+        facts = _facts(run.number, plan, error)
+        save(path, facts, graph, tensors, *_blocks(plan, run.held))
         return path
 
 
@@ -207,8 +208,9 @@ def _facts(number: int, plan: Plan, error: str) -> Facts:
     )
 
 
-def _blocks(plan: Plan, held: Sequence[Any]) -> Inputs:
-    found = Inputs()
+def _blocks(plan: Plan, held: Sequence[Any]) -> tuple[Blocks, Lost]:
+    found: Blocks = []
+    lost: Lost = {}
     ranks = plan.definition.ranks
     mine = [process_index()] if process_count() > 1 else ranks
     for k, (handle, (shape, dtype)) in enumerate(zip(held, plan.definition.inputs, strict=True)):
@@ -220,8 +222,8 @@ def _blocks(plan: Plan, held: Sequence[Any]) -> Inputs:
                 place = team.ranks.index(rank) if rank in team.ranks else 0
                 team.runtime.fetch(handle, [(place, -1, 0, block)])
             except Exception as error:
-                found.lost[f"input {k} on rank {rank}"] = f"{type(error).__name__}: {error}"
+                lost[f"input {k} on rank {rank}"] = f"{type(error).__name__}: {error}"
             else:
                 blocks[rank] = block
-        found.blocks.append(blocks)
-    return found
+        found.append(blocks)
+    return found, lost
