@@ -184,6 +184,12 @@ def test_distributions(draw, mean, deviation):
     assert correlations.abs().max() < 5 / 141
 
 
+def test_random_gives_the_largest_number_and_takes_a_lower_limit_alone():
+    numbers = drawn(lambda x: torch.empty(4000, dtype=torch.uint8).random_())
+    assert (numbers.min(), numbers.max()) == (0, 255)  # as torch
+    assert drawn(lambda x: torch.empty(60).random_(5, None)).min() >= 5
+
+
 def several(x):
     return torch.stack([torch.randn(3), torch.rand(3), F.dropout(x, 0.5)])
 

@@ -34,7 +34,7 @@ from torchpmap._base.torch_internals import (
 from torchpmap._base.torch_versions import checkpoint_bracket
 from torchpmap._trace.graphs import call, current_capture, drop_dead, placeholders
 from torchpmap._trace.repetition import keep_places
-from torchpmap.random._streams import active_streams
+from torchpmap.random._streams import active_streams, repeated
 
 _aten = torch.ops.aten
 _SAVED = (
@@ -152,7 +152,7 @@ def _bracket(own: Callable[..., Generator[None]], context_fn: Callable[[], Any])
 
     def contexts() -> Any:
         first, second = context_fn()
-        return first, _entered(streams.again(streams.draws), second)
+        return first, _entered(repeated(streams, streams.draws), second)
 
     return own(context_fn=contexts, debug=False)
 
