@@ -8,7 +8,7 @@ key, and raises if a generator was given.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -84,7 +84,7 @@ def _new(sample: _Sample) -> _Answer:
 def _factory(sample: _Sample) -> _Answer:
     def drawn(key: Any, *sizes: Any, size: Any = None, dtype: Any = None) -> torch.Tensor:
         sizes = sizes if size is None else (size,)
-        shape = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+        shape = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes
         return sample(key, tuple(shape), dtype or torch.get_default_dtype())
 
     return _new(drawn)
