@@ -109,6 +109,18 @@ def test_facts_that_do_not_fit(recording, change):
         tp.debug.replay(path)
 
 
+def test_parts_of_different_calls(recording, tmp_path):
+    f = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
+    f(torch.ones(4))
+    tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER, devices=tp.devices()[:2])(torch.ones(2))
+    paths = tp.debug.dump()
+    assert len(set(paths)) == 2  # both are the first call on their devices
+    for rank, path in enumerate(paths):
+        path.rename(tmp_path / f"part.rank{rank}.safetensors")
+    with pytest.raises(ValueError, match="are of different calls"):
+        tp.debug.replay(tmp_path / "part.rank0.safetensors")
+
+
 def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
     assert main(["replay", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().err == f"replay: there is no file {tmp_path / 'none'}\n"

@@ -15,6 +15,7 @@ import torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.config import config
 from torchpmap._base.errors import kind_of
+from torchpmap._base.fingerprint import digest
 from torchpmap._base.notebook import display_in_cell
 from torchpmap._base.pytree import flatten
 from torchpmap._layout import axis_stack
@@ -24,7 +25,7 @@ from torchpmap._plan.collectives import Collective, Inside
 from torchpmap._plan.cost import Cost
 from torchpmap._plan.roofline import Machine, keep
 from torchpmap._runtime import inline_mode
-from torchpmap._runtime.current import devices, process_index
+from torchpmap._runtime.current import devices, job_runtime, process_count, process_index
 from torchpmap._sharded.gather_report import Gather, report_gathers
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import effects
@@ -75,7 +76,8 @@ def fake_pmap(*, serial: bool = False) -> Iterator[None]:
     ``.backward()``, ``torch.func.grad`` and ``vmap`` around a mapped function work.  Calls are
     checked, and misuse raises, as on the devices.  Donated arguments stay usable.  Only the calling
     thread is affected; ``tp.config.runtime = "inline"`` or ``TORCHPMAP_RUNTIME=inline`` does the
-    same for the whole script.
+    same for the whole script.  Under a launcher the rows are those of the calling process, and
+    collectives have no others.
 
     Inside the mapped function, ``.backward()`` and the Python value of one row (``.item()``,
     ``if x > 0``) raise, with a note that says what to do.  With ``serial=True`` they work.
@@ -160,7 +162,8 @@ def check_pmap(
     as under ``fake_pmap``; *pmapped*: on the devices, compiled.  The gradients are those of a fixed
     random weighted sum of all floating-point outputs, to all floating-point tensors among the
     arguments.  The report lists what was skipped because a way cannot do it (such as vmapped with
-    ``.item()``).
+    ``.item()``).  Under a launcher serial and vmapped have the rows of the calling process only:
+    check functions with collectives in a single process.
 
     Args:
         fun: the function of one row, or a mapped function (then without further options).
@@ -204,7 +207,13 @@ def check_pmap(
             "check_pmap: a function that is mapped already brings its own options; pass the plain "
             "function with options, or the mapped one without."
         )
-    return check(mapped._fun, mapped._options, args, rtol, atol, gradients)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():  # else there are no gradients
+            return check(mapped._fun, mapped._options, args, rtol, atol, gradients)
+    except AssertionError as error:
+        if process_count() > 1:
+            error.add_note("serial and vmapped have the rows of this process only.")
+        raise
 
 
 @boundary
@@ -249,7 +258,8 @@ def assert_replicated(x: Any, axis_name: Hashable | None = None) -> None:
 
     Inside a mapped function it compares the values of the call, also in compiled code: the error
     comes with the results of the call.  Outside, it compares the devices' copies of replicated
-    ShardedTensors.  NaN equals NaN.
+    ShardedTensors (under a launcher bit by bit: all processes that have one must call it).  NaN
+    equals NaN.
 
     Args:
         x: tensor or pytree of tensors; Python values are the same everywhere.
@@ -295,6 +305,11 @@ def _assert_equal_copies(leaf: torch.Tensor, path: str) -> None:
             "the mapped function."
         )
     first, *others = (shard.data for shard in leaf.addressable_shards)
+    ranks = sorted({device.process_index for device in leaf.devices()})
+    if len(ranks) > 1:
+        found = job_runtime().exchange(ranks, digest(first), f"assert_replicated of {path}")
+        if len(set(found)) > 1:
+            raise ValueError(f"assert_replicated: {path} differs between processes.")
     for copy in others:
         distance = effects.distance(copy, first)
         if float(distance) != 0:

@@ -231,7 +231,7 @@ def _mapped(problem: _Problem, way: str) -> _Answer:
 def _weight(number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """The same numbers for output ``number`` in every way and every run."""
     drawn = np.random.default_rng(number).standard_normal(tuple(shape))
-    return torch.as_tensor(drawn).to(dtype)
+    return torch.as_tensor(drawn, dtype=dtype, device="cpu")
 
 
 def _serial(problem: _Problem) -> _Answer:

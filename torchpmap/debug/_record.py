@@ -17,6 +17,7 @@ from torchpmap._base.ambient import SETTINGS
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import threads_per_device
 from torchpmap._base.errors import warn
+from torchpmap._base.fingerprint import digest
 from torchpmap._plan.plan import Plan
 from torchpmap._runtime.current import process_count, process_index
 from torchpmap._trace import recording
@@ -96,7 +97,9 @@ class Recording:
             warn(f"torchpmap.debug.record: {plan.prefix} is not recorded: it has {found}.")
             return None
         name = re.sub(r"[^A-Za-z0-9]+", "-", plan.prefix)[:_MAX_NAME].strip("-")
-        stem = f"{run.number:05d}-{name}"
+        ranks, everyone = plan.definition.ranks, range(len(plan.team.runtime.devices))
+        own = "" if ranks == tuple(everyone) else f"-{digest(ranks).hex()[:8]}"  # numbered apart
+        stem = f"{run.number:05d}-{name}{own}"
         path = self.folder / part_name(stem, process_index() if process_count() > 1 else None)
         facts = _facts(run.number, plan, error)
         save(path, facts, graph, tensors, *_blocks(plan, run.held))

@@ -36,7 +36,7 @@ class Facts:
     call: str
     """As messages name it."""
     number: int
-    """Of the calls that were recorded, counted from 1."""
+    """Of the calls that were recorded on its devices, counted from 1."""
     ranks: list[int]
     """Of its devices, in axis order."""
     backend: str
@@ -101,6 +101,11 @@ def load(path: str | os.PathLike[str]) -> Recorded:
     found = [_load_one(part) for part in parts]
     whole = found[0]
     for other in found[1:]:
+        if (other.facts.call, other.facts.ranks) != (whole.facts.call, whole.facts.ranks):
+            raise ValueError(
+                f"replay: the parts of {path} are of different calls. Put the files of one run in "
+                "a folder of their own."
+            )
         for mine, theirs in zip(whole.inputs, other.inputs, strict=True):
             mine |= theirs
         whole.lost |= other.lost
