@@ -209,7 +209,7 @@ def check_pmap(
         )
     try:
         with torch.inference_mode(False), torch.enable_grad():  # else there are no gradients
-            return check(mapped._fun, mapped._options, args, rtol, atol, gradients)
+            return check(mapped._fun, mapped._options, args, (rtol, atol), gradients)
     except AssertionError as error:
         if process_count() > 1:
             error.add_note("serial and vmapped have the rows of this process only.")
