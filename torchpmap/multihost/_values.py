@@ -13,7 +13,6 @@ from torchpmap._base.data import DTYPES, packed, unpacked
 from torchpmap._base.errors import check_array, dtype_name, kind_of
 from torchpmap._base.fingerprint import as_bytes
 from torchpmap._layout.layout import Layout
-from torchpmap._runtime.current import process_index
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import host_tensor
 
@@ -26,13 +25,6 @@ def _host(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, ShardedTensor):
         return leaf.to_host()
     return host_tensor(leaf)
-
-
-def _is_foreign(leaf: Any) -> bool:
-    """Whether a value has blocks in other processes."""
-    return isinstance(leaf, ShardedTensor) and any(
-        device.process_index != process_index() for device in leaf.devices()
-    )
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class Share:
 
     @classmethod
     def of(cls, leaf: Any, path: str, tiled: bool) -> Share:
-        if _is_foreign(leaf):
+        if isinstance(leaf, ShardedTensor) and not leaf.is_fully_addressable:
             layout, _ = leaf._alive()
             mine = leaf.addressable_shards
             block = (
