@@ -20,6 +20,7 @@ from _launched import Raised
 import torchpmap as tp
 from torchpmap._runtime import current
 from torchpmap._sharded.tensor import make_sharded
+from torchpmap._transforms.timing import times
 
 AXIS = "i"
 GRAPH = {"backend": "eager"}
@@ -327,6 +328,13 @@ def copies_that_differ_between_processes():
     team = current.runtime().team(layout.ranks)
     own = [torch.full((3,), float(tp.process_index()))] * len(layout.ranks)
     tp.debug.assert_replicated(make_sharded(layout, current.runtime().put(team, own)))
+
+
+@expect_same(1)
+def calls_that_are_timed_are_as_many_in_every_process():
+    total, calls = mapped(_sum), []
+    times(lambda: (calls.append(0), total(mine()))[1])
+    return len({*tp.multihost.all_gather(len(calls)).tolist()})
 
 
 # -- JAX's own multi-process tests -----------------------------------------------------------------
