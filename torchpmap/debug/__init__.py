@@ -25,7 +25,7 @@ from torchpmap._plan.collectives import Collective, Inside
 from torchpmap._plan.cost import Cost
 from torchpmap._plan.roofline import Machine, keep
 from torchpmap._runtime import inline_mode
-from torchpmap._runtime.current import devices, job_runtime, process_count, process_index
+from torchpmap._runtime.current import devices, job_runtime, process_index
 from torchpmap._sharded.gather_report import Gather, report_gathers
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import effects
@@ -161,9 +161,8 @@ def check_pmap(
     *serial*: row by row in plain Python, where rows wait for each other at collectives; *vmapped*:
     as under ``fake_pmap``; *pmapped*: on the devices, compiled.  The gradients are those of a fixed
     random weighted sum of all floating-point outputs, to all floating-point tensors among the
-    arguments.  The report lists what was skipped because a way cannot do it (such as vmapped with
-    ``.item()``).  Under a launcher serial and vmapped have the rows of the calling process only:
-    check functions with collectives in a single process.
+    arguments.  The report lists what a way cannot do (such as vmapped with ``.item()``).  Under a
+    launcher the first two have the rows of this process: check collectives in a single process.
 
     Args:
         fun: the function of one row, or a mapped function (then without further options).
@@ -178,8 +177,7 @@ def check_pmap(
 
     Raises:
         AssertionError: two ways differ; the text names the first leaf that differs, the way, the
-            index of the worst element and both numbers.
-        What ``fun`` or ``pmap`` raises.
+            index of the worst element and both numbers.  Else what ``fun`` or ``pmap`` raises.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -191,29 +189,22 @@ def check_pmap(
           values (1): serial, vmapped, pmapped
           gradients (2): serial, vmapped, pmapped
 
-    Source: checked in tests/debug/test_check_pmap.py against programs whose ways
-        differ by construction.
+    Source: checked in tests/debug/test_check_pmap.py.
     """
     mapped: Any = fun
-    if isinstance(fun, Mapped) and not isinstance(fun, Pmapped):
+    if not isinstance(fun, Mapped):
+        mapped = pmap(fun, axis_name, in_axes=in_axes, out_axes=out_axes, **options)
+    elif not isinstance(fun, Pmapped):
         raise TypeError(
             f"check_pmap compares the ways to compute a pmap, but got {fun!r}. Compare a shard_map "
             "with the same function on whole tensors."
         )
-    if not isinstance(fun, Pmapped):
-        mapped = pmap(fun, axis_name, in_axes=in_axes, out_axes=out_axes, **options)
     elif options or axis_name is not None or in_axes != 0 or out_axes != 0:
         raise TypeError(
             "check_pmap: a function that is mapped already brings its own options; pass the plain "
             "function with options, or the mapped one without."
         )
-    try:
-        with torch.inference_mode(False), torch.enable_grad():  # else there are no gradients
-            return check(mapped._fun, mapped._options, args, (rtol, atol), gradients)
-    except AssertionError as error:
-        if process_count() > 1:
-            error.add_note("serial and vmapped have the rows of this process only.")
-        raise
+    return check(mapped._fun, mapped._options, args, (rtol, atol), gradients)
 
 
 @boundary

@@ -130,6 +130,8 @@ class _Problem:
         return list(torch.autograd.grad(floating, inputs, cotangents, materialize_grads=True))
 
 
+@torch.enable_grad()  # else there are no gradients
+@torch.inference_mode(False)
 def check(
     fun: Callable[..., Any],
     options: Options,
