@@ -123,8 +123,8 @@ def record(folder: str | os.PathLike[str], last: int = 3) -> Recording:
     ``dump()``.  They are data only: ``safetensors`` with one block of JSON.  ``replay`` runs them.
     Functions that run uncompiled (``compile=False``), under ``fake_pmap``, or with operations of
     your own have no graph, or none that is data; a warning says so.  A call that fails while it is
-    traced has none yet; a note at its error says so.  Under a launcher each process
-    writes its own part.
+    traced has none yet; a note at its error says so.  Under a launcher each process writes its own
+    part, and all must begin to record at the same call: parts belong together by their numbers.
 
     Args:
         folder: where the files go; it is made.
