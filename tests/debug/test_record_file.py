@@ -121,6 +121,18 @@ def test_parts_of_different_calls(recording, tmp_path):
         tp.debug.replay(tmp_path / "part.rank0.safetensors")
 
 
+def test_parts_of_different_runs(recording, tmp_path):
+    tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)(torch.ones(4))
+    found, tensors = load(*tp.debug.dump()), {}
+    graph = encoded_graph(found.graph, tensors)
+    for rank, attempt in enumerate(["first", "second"]):
+        facts = replace(found.facts, attempt=attempt)
+        path = tmp_path / f"part.rank{rank}.safetensors"
+        save(path, facts, graph, tensors, found.inputs, {})
+    with pytest.raises(ValueError, match="are of different calls"):
+        tp.debug.replay(path)
+
+
 def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
     assert main(["replay", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().err == f"replay: there is no file {tmp_path / 'none'}\n"

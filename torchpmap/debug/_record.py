@@ -20,6 +20,7 @@ from torchpmap._base.errors import warn
 from torchpmap._base.fingerprint import digest
 from torchpmap._plan.plan import Plan
 from torchpmap._runtime.current import process_count, process_index
+from torchpmap._runtime.torchrun.joining import attempt
 from torchpmap._trace import recording
 from torchpmap.debug._graph_data import NotData, encoded, encoded_graph
 from torchpmap.debug._record_file import Blocks, Facts, Lost, part_name, save
@@ -208,6 +209,7 @@ def _facts(number: int, plan: Plan, error: str) -> Facts:
         outputs=outputs,
         settings={name: encoded(value) for name, value in named},
         error=error,
+        attempt=attempt(),
     )
 
 

@@ -57,6 +57,8 @@ class Facts:
     """Of torch, with which it was traced."""
     error: str = ""
     """Of the exception for which the file was written."""
+    attempt: str = ""
+    """Of the job whose process wrote it."""
 
 
 @dataclass
@@ -101,13 +103,14 @@ def load(path: str | os.PathLike[str]) -> Recorded:
     found = [_load_one(part) for part in parts]
     whole = found[0]
     for other in found[1:]:
-        if (other.facts.call, other.facts.ranks) != (whole.facts.call, whole.facts.ranks):
+        mine, theirs = whole.facts, other.facts
+        if (mine.call, mine.ranks, mine.attempt) != (theirs.call, theirs.ranks, theirs.attempt):
             raise ValueError(
                 f"replay: the parts of {path} are of different calls. Put the files of one run in "
                 "a folder of their own."
             )
-        for mine, theirs in zip(whole.inputs, other.inputs, strict=True):
-            mine |= theirs
+        for blocks, others in zip(whole.inputs, other.inputs, strict=True):
+            blocks |= others
         whole.lost |= other.lost
     return whole
 
