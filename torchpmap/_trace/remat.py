@@ -41,7 +41,7 @@ from torchpmap._trace.graphs import (
     placeholders,
 )
 from torchpmap._trace.repetition import keep_places
-from torchpmap.random._streams import active_streams
+from torchpmap.random._streams import active_streams, repeated
 
 _aten = torch.ops.aten
 _SAVED = (
@@ -145,7 +145,7 @@ def _bracket(own: Callable[..., Generator[None]], context_fn: Callable[[], Any])
 
     def contexts() -> Any:
         first, second = context_fn()
-        return first, _entered(streams.again(streams.draws), second)
+        return first, _entered(repeated(streams, streams.draws), second)
 
     return own(context_fn=contexts, debug=False)
 

@@ -89,6 +89,9 @@ class Lockstep:
     def __init__(self, groups: Mapping[str, Partition]) -> None:
         self.groups = groups
 
+    def start(self, graph: GraphModule, inputs: list[Values], ranks: Sequence[int]) -> Steps:
+        return self.run(graph, inputs, ranks)
+
     def run(
         self,
         module: GraphModule,
