@@ -2,10 +2,13 @@
 stores, and what of torch decides by a value what it writes.
 """
 
+import threading
+
 import pytest
 import torch
 import torch.nn.utils.prune
 from _cases import Cases, Plain, data
+from _support import EAGER, beside
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_swa_multi_avg_fn
@@ -452,3 +455,30 @@ def test_compiled(name):
     run, _, _ = CASES[name]
     for mine, right in zip(run(Compiled()), run(Plain()), strict=True):
         torch.testing.assert_close(mine.detach().cpu(), right.detach(), atol=1e-12, rtol=1e-12)
+
+
+class Follower:
+    progress, last = 0, None
+
+
+def test_what_another_thread_changes_is_its_own():
+    holder, begun, written = Follower(), threading.Event(), threading.Event()
+
+    def other():
+        begun.wait()
+        holder.progress = 1
+        written.set()
+
+    def f(x):
+        if not written.is_set():
+            begun.set()
+            written.wait()
+        holder.last = x * 2
+
+    f, x = tp.jit(f, compile=EAGER), torch.ones(4)
+    with beside(other), pytest.warns(UserWarning, match="'progress'"):
+        f(x)
+    holder.progress = 0
+    f(x)
+    assert holder.progress == 0
+    assert holder.last.tolist() == [2] * 4

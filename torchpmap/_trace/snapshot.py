@@ -165,13 +165,15 @@ class Snapshot:
         new: dict[tuple[int, Any], Slot] = {}
         moved: dict[tuple[int, Any], Slot] = {}
         others: list[Any] = []
+        is_alone = not (self._others_run or others_run())  # else another thread may have done it
         for slot, now, can_store, is_users in self._changes():
             if _has_traced(now):
                 if not (can_store and _is_plain(now)):
                     raise slot.refusal(where)
                 new[slot.key] = slot
             elif is_users and slot.key not in keys:
-                is_moved = can_store and _is_plain(now) and (constants or _has_tensor(now))
+                is_known = is_alone and (constants or _has_tensor(now))
+                is_moved = is_known and can_store and _is_plain(now)
                 moved |= {slot.key: slot} if is_moved else {}
                 others += [] if is_moved else [slot.name]
         if others and (new or known):
