@@ -11,7 +11,6 @@ Imported with torch's tracing machinery, at the first trace.
 from __future__ import annotations
 
 import functools
-import operator
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -246,8 +245,8 @@ def _cudnn_batch_norm_backward(
 def _unscale(
     grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
-    num_bad = functools.reduce(operator.add, [(~grad.isfinite()).sum() for grad in grads])
-    found_inf.copy_(torch.where(num_bad != 0, 1.0, found_inf))
+    num_bad = torch.stack([(~grad.isfinite()).sum() for grad in grads])
+    found_inf.copy_(torch.where(num_bad.any(), 1.0, found_inf))
     for grad in grads:
         grad.mul_(inv_scale)
 
