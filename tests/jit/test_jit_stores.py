@@ -405,6 +405,14 @@ def a_scaler_and_an_optimizer_of_the_user(on):
     return scaled(on, Momentum, is_used=True)
 
 
+@CASES.add(4, fullgraph=False)  # each number is another graph: then it is not traced any more
+def an_optimizer_that_counts_in_python(on):
+    model = on.model()
+    optimizer = Counting(model.parameters())
+    losses = list(map(on.step(model, optimizer), on.rows(7)))
+    return [*losses, *model.parameters(), torch.tensor(optimizer.last["count"])]
+
+
 @CASES.add(1)
 def an_optimizer_of_the_user(on):
     model = on.model()

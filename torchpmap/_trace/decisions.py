@@ -26,6 +26,13 @@ tracing: dict[int, Any] = {}
 """The ``Optimizers`` of a trace, by the thread that traces."""
 
 
+def numbers_of(optimizer: Optimizer) -> Hashable:
+    """What is no tensor in the state and the settings of an optimizer."""
+    tables = [*optimizer.state.values(), *optimizer.param_groups]
+    kinds = torch.Tensor, list
+    return exact([{k: x for k, x in t.items() if not isinstance(x, kinds)} for t in tables])
+
+
 class Skippable:
     """A step that changes something only where a condition is true."""
 
@@ -38,16 +45,10 @@ class Skippable:
         written = [x for x in (*params, *entries) if isinstance(x, torch.Tensor)]
         with torch.no_grad():
             self._copies = [(x, x.clone()) for x in written]
-        self._numbers = self._read_numbers()
-
-    def _read_numbers(self) -> Hashable:
-        """What is no tensor in the state and the settings."""
-        tables = [*self._optimizer.state.values(), *self._optimizer.param_groups]
-        kinds = torch.Tensor, list
-        return exact([{k: x for k, x in t.items() if not isinstance(x, kinds)} for t in tables])
+        self._numbers = numbers_of(optimizer)
 
     def end(self) -> None:
-        if self._read_numbers() != self._numbers:
+        if numbers_of(self._optimizer) != self._numbers:
             raise Untraceable(
                 f"{type(self._optimizer).__name__} changes a number of Python in a step that a "
                 "GradScaler may skip",

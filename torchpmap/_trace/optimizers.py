@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
@@ -43,7 +43,7 @@ from torchpmap._base.torch_internals import (
     torch_function_off,
 )
 from torchpmap._trace.capture import is_real
-from torchpmap._trace.decisions import Skippable, decided, tracing
+from torchpmap._trace.decisions import Skippable, decided, numbers_of, tracing
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.watched import Place, Watched
 from torchpmap._trace.whole_capture import WholeCapture
@@ -54,6 +54,7 @@ _OPTIONS = ("capturable", "foreach", "fused")
 _SCHEDULED = ("momentum", "betas", "weight_decay")
 """What a schedule may change beside ``lr``."""
 
+_MAX_CHANGES = 3
 _EXACT = {"step", "eta", "mu"}
 """Entries of the state of a parameter that steps compute with as numbers of Python."""
 
@@ -259,6 +260,8 @@ class Optimizers:
                 self._counters[id(counter)] = numbers.counter(place)
         numbers = self._known[id(optimizer)][1]
         stack = ExitStack()
+        if not self._stepping:
+            stack.callback(_refuse_to_count, optimizer, numbers_of(optimizer))
         if self.condition is not None and not self._stepping:
             stack.callback(Skippable(optimizer, self.condition, self._capture).end)
         self._stepping.append((optimizer, stack))
@@ -362,6 +365,20 @@ class Optimizers:
             )
 
 
+def _refuse_to_count(optimizer: Optimizer, before: Hashable) -> None:
+    """Raise if a step has changed numbers of Python too often: each change is another graph."""
+    if numbers_of(optimizer) != before:
+        _changes[optimizer] = _changes.get(optimizer, 0) + 1
+        if _changes[optimizer] > _MAX_CHANGES:
+            raise Untraceable(
+                f"each step of {type(optimizer).__name__} changes a number of Python in its state",
+                users_line(),
+                "a tensor, such as torch.zeros(())",
+            )
+
+
+_changes: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""How often traced steps have changed numbers of Python."""
 _last: WeakKeyDictionary[Optimizer, dict[_Setting, Any]] = WeakKeyDictionary()
 """What schedules may change, as it was in the last trace; None: it has changed before."""
 
