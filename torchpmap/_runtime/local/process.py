@@ -18,13 +18,7 @@ from collections.abc import Callable, Sequence
 
 from torchpmap._base.config import Config
 from torchpmap._base.deadline import Deadline
-from torchpmap._runtime.local.forkserver import (
-    EXIT_CODE,
-    WorkerArgs,
-    explained,
-    process_state,
-    server,
-)
+from torchpmap._runtime.local.forkserver import WorkerArgs, explained, process_state, server
 from torchpmap._runtime.local.staging import Staging
 
 
@@ -46,9 +40,12 @@ class WorkerProcess:
         device_type: str,
         num_threads: int,
         config: Config,
+        exits: socket.socket,
         shared: Sequence[int],
     ) -> None:
-        """``shared``: descriptors that all workers have."""
+        """``exits``: where the fork server reports the exit code; ``shared``: descriptors that all
+        workers have.
+        """
         self.rank = rank
         self.pid: int | None = None
         self.pidfd = -1
@@ -61,24 +58,23 @@ class WorkerProcess:
             lifeline, self.lifeline = _pipe(undo)
             self.output, output = _pipe(undo)
             self.errors, errors = _pipe(undo)
-            self.exit_pipe, exit_pipe = _pipe(undo)
             self.stacks = os.memfd_create("torchpmap-stacks", os.MFD_CLOEXEC)
             undo.callback(os.close, self.stacks)
             self.staging = Staging(is_used=config.shared_memory)
             undo.callback(self.staging.close)
             fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)  # so that it can be truncated
-            for fd in (self.output, self.errors, self.exit_pipe):
+            for fd in (self.output, self.errors):
                 os.set_blocking(fd, False)
             undo.pop_all()
-        self._theirs = [exit_pipe, command.detach(), control.detach(), lifeline, output, errors]
-        self._shared = [*shared, self.stacks, self.staging.fd]
+        self._theirs = [command.detach(), control.detach(), lifeline, output, errors]
+        self._exits, self._shared = exits, [*shared, self.stacks, self.staging.fd]
 
     def start(self, is_wanted: Callable[[], bool]) -> None:
         """Fork the worker; waits for the fork server's imports if they are still running."""
         args = WorkerArgs(*self._args, _path(), sys.argv, _folder())
         try:
             with explained():
-                fds = [*self._theirs, *self._shared]
+                fds = [self._exits.fileno(), *self._theirs, *self._shared]
                 self.pid, self.pidfd = server.fork(pickle.dumps(args), fds, is_wanted)
         finally:
             self._close_theirs()
@@ -115,33 +111,14 @@ class WorkerProcess:
             poll.register(self.pidfd, select.POLLIN)
             poll.poll(int(1000 * patience.left()))
 
-    def exitcode(self) -> int | None:
-        """The exit code of the worker, as the fork server reports it.
-
-        Raises:
-            BlockingIOError: it is not known yet.
-            EOFError: it will never be known.
-        """
-        found = os.read(self.exit_pipe, EXIT_CODE.size)
-        if not found:
-            raise EOFError
-        return int(EXIT_CODE.unpack(found)[0])
-
     def close(self) -> None:
         """Close the controller's ends; idempotent."""
         self._close_theirs()
         self.socket.close()
         self.control.close()
         self.staging.close()
-        fds = (
-            self.lifeline,
-            self.output,
-            self.errors,
-            self.exit_pipe,
-            self.stacks,
-            self.pidfd,
-        )
-        self.lifeline = self.output = self.errors = self.exit_pipe = self.stacks = self.pidfd = -1
+        fds = self.lifeline, self.output, self.errors, self.stacks, self.pidfd
+        self.lifeline = self.output = self.errors = self.stacks = self.pidfd = -1
         for fd in fds:
             if fd >= 0:
                 os.close(fd)

@@ -77,7 +77,7 @@ class Workers:
         device_type = self._devices[rank].platform
         threads = threads_per_device(len(self._devices))
         shared = self._store_fd, *self.progress.inherited(), self.landing.fd
-        return WorkerProcess(rank, device_type, threads, self._config, shared)
+        return WorkerProcess(rank, device_type, threads, self._config, self.monitor.exits, shared)
 
     def begin(self) -> None:
         """Start the workers, if it was not done; not before they are needed, since which modules
