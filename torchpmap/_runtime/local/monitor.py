@@ -34,8 +34,8 @@ from torchpmap._runtime.local.reentry import MONITOR
 from torchpmap._runtime.local.supervise import Drained, Event, Exited, Failed, Ready
 from torchpmap._runtime.wire import FrameReader
 
-_BEGIN_S = 0.5
-"""How long its owner has to get ready."""
+_BEGIN_S = 3600.0
+"""How long its owner may take to get ready, at most: ``begin`` says when it is."""
 _EXIT_S = 0.5
 """How long the fork server may take to say how a worker has ended."""
 _TURN_BYTES = 1 << 20
@@ -115,8 +115,8 @@ class Monitor:
         on_tick: Callable[[], float],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        """``on_tick`` is called now and then, and tells after how many seconds again; ``on_crash``
-        with an unexpected exception, which ends the thread.
+        """``on_tick`` is called now and then after ``begin``, and tells after how many seconds
+        again; ``on_crash`` with an unexpected exception, which ends the thread.
         """
         self.pending: dict[int, Pending] = {}
         """Requests by seq: callers add, the monitor removes; guarded by the interpreter (single
@@ -153,6 +153,10 @@ class Monitor:
     @property
     def threads(self) -> tuple[threading.Thread, ...]:
         return self._thread, self.printer.thread
+
+    def begin(self) -> None:
+        """From now on call ``on_tick``."""
+        self._do(lambda: setattr(self, "_next_tick", 0.0))
 
     def watch(self, worker: WorkerProcess) -> None:
         self._do(lambda: self._register(worker))

@@ -435,8 +435,6 @@ class LocalRuntime:
 
     def _flush_released(self) -> None:
         """Free unused values when no calls are made (monitor: must not wait for the lock)."""
-        if "_plans" not in vars(self):  # the monitor runs before ``__init__`` ends
-            return
         self._free_shared()
         teams = tuple(self._teams.values())
         idle = not (self._plans.retired or any(team.released for team in teams))

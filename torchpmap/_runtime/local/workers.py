@@ -85,6 +85,7 @@ class Workers:
         """
         if self._starter.ident is not None:
             return
+        self.monitor.begin()
         self._starter.start()  # where there are too many threads, the next caller tries again
         if server.is_compiler_wanted:  # the caller has to wait for it, and traces next
             import_dynamo()
