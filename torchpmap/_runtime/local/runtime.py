@@ -32,6 +32,7 @@ from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.plans import Plans, hand_over, take
 from torchpmap._runtime.local.pool import Pool
 from torchpmap._runtime.local.process import WorkerProcess
+from torchpmap._runtime.local.stacks import seen
 from torchpmap._runtime.local.staging import (
     STAGED_BYTES,
     Region,
@@ -373,6 +374,9 @@ class LocalRuntime:
 
     def limit(self, config: Config) -> None:
         self.timeout = config.timeout
+
+    def stacks(self) -> dict[int, str]:
+        return seen(self._pool.workers)
 
     def raise_if_closed(self) -> None:
         if self._pool.closed_because is not None:
