@@ -102,27 +102,25 @@ class ForkServer:
 
     def ensure_running(self) -> None:
         """Start it if need be; returns at once, while its imports run."""
-        if self._lock.acquire(blocking=False):  # else another thread starts it
-            try:
-                self._ensure_running()
-            finally:
-                self._lock.release()
+        self._unless_busy(self._ensure_running)
 
     def expect_compiling(self) -> None:
         """Let the compiler be in the memory of the workers that are forked from now on."""
-        if self.is_compiler_wanted:
-            return
-        self.is_compiler_wanted = True
-        if self._lock.acquire(blocking=False):  # else the thread that forks a worker tells it
+        if not self.is_compiler_wanted:
+            self.is_compiler_wanted = True
+            self._unless_busy(lambda: None if self._has_forked else self._load())
+
+    def _unless_busy(self, work: Callable[[], object]) -> None:
+        """Do what another thread does before it forks a worker, unless it does so now."""
+        if self._lock.acquire(blocking=False):
             try:
-                if self._process is not None and not self._has_forked:
-                    self._load()
+                work()
             finally:
                 self._lock.release()
 
     def _load(self) -> None:
         """Tell the process to import the compiler, if it is wanted and was not told."""
-        if self.is_compiler_wanted and not self._is_loading:
+        if self._channel is not None and self.is_compiler_wanted and not self._is_loading:
             self._is_loading = True
             self._send(LOAD)
 
@@ -284,9 +282,13 @@ def command(code: str) -> tuple[list[str], dict[str, str]]:
         # a relative folder may be another one now than when this process started
         absolute = filter(os.path.isabs, environment["PYTHONPATH"].split(os.pathsep))
         environment["PYTHONPATH"] = os.pathsep.join(absolute)
-    path = ascii([entry for entry in sys.path if type(entry) is str])
-    code = f"import sys; sys.path[:] = {path}; {code}"
+    code = f"import sys; sys.path[:] = {import_path()!a}; {code}"
     return [spawn.get_executable(), *flags, "-c", code], environment
+
+
+def import_path() -> list[str]:
+    """Where this process looks for modules."""
+    return [entry for entry in sys.path if type(entry) is str]
 
 
 def process_state(pid: int) -> str:

@@ -18,7 +18,13 @@ from collections.abc import Callable, Sequence
 
 from torchpmap._base.config import Config
 from torchpmap._base.deadline import Deadline
-from torchpmap._runtime.local.forkserver import WorkerArgs, explained, process_state, server
+from torchpmap._runtime.local.forkserver import (
+    WorkerArgs,
+    explained,
+    import_path,
+    process_state,
+    server,
+)
 from torchpmap._runtime.local.staging import Staging
 
 
@@ -53,8 +59,8 @@ class WorkerProcess:
         """The tail of its stderr (written by the monitor)."""
         self._args = rank, device_type, num_threads, config
         with explained(), contextlib.ExitStack() as undo:
-            self.socket, command = _socket_pair(undo)
-            self.control, control = _socket_pair(undo)
+            self.socket, command = map(undo.enter_context, socket.socketpair())
+            self.control, control = map(undo.enter_context, socket.socketpair())
             lifeline, self.lifeline = _pipe(undo)
             self.output, output = _pipe(undo)
             self.errors, errors = _pipe(undo)
@@ -71,7 +77,7 @@ class WorkerProcess:
 
     def start(self, is_wanted: Callable[[], bool]) -> None:
         """Fork the worker; waits for the fork server's imports if they are still running."""
-        args = WorkerArgs(*self._args, _path(), sys.argv, _folder())
+        args = WorkerArgs(*self._args, import_path(), sys.argv, _folder())
         try:
             with explained():
                 fds = [self._exits.fileno(), *self._theirs, *self._shared]
@@ -128,22 +134,11 @@ class WorkerProcess:
             os.close(self._theirs.pop())
 
 
-def _socket_pair(undo: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
-    pair = socket.socketpair()
-    for sock in pair:
-        undo.callback(sock.close)
-    return pair
-
-
 def _pipe(undo: contextlib.ExitStack) -> tuple[int, int]:
     pipe = os.pipe()
     for fd in pipe:
         undo.callback(os.close, fd)
     return pipe
-
-
-def _path() -> list[str]:
-    return [entry for entry in sys.path if type(entry) is str]
 
 
 def _folder() -> str | None:
