@@ -211,9 +211,13 @@ def describe(leaf: Any, path: str, options: MapOptions) -> tuple[tuple[int, ...]
     )
 
 
-def check_function(fun: Any) -> Callable[..., Any]:
+def check_function(fun: Any, what: str) -> Callable[..., Any]:
+    """``what``: the argument of the front end, as messages name it."""
     if not callable(fun):
-        raise TypeError(f"Expected a callable value, got {fun!r}")
+        raise TypeError(
+            f"Expected a callable value, got {fun!r} of type {type(fun).__name__}: {what} must be "
+            "a function."
+        )
     inner = inspect.unwrap(fun) if inspect.isfunction(fun) else fun
     if inspect.isgeneratorfunction(inner):
         raise TypeError(f"Expected a function, got a generator function: {fun!r}")

@@ -371,4 +371,4 @@ def jit(
     Source: ``jax.jit`` over sharded arrays; effects are those of torch.
     """
     settings: dict[str, Any] = dict(locals())
-    return map_with(Jitted, make_options, settings, settings.pop("fun"))
+    return map_with(Jitted, make_options, settings, settings.pop("fun"), "fun of jit")

@@ -411,14 +411,18 @@ def map_with(
     check: Callable[..., CallOptions],
     settings: dict[str, Any],
     fun: Callable[..., Any] | None,
+    what: str,
 ) -> Any:
-    """``fun``, made to what a front end makes with these settings; without it, a decorator."""
+    """``fun``, made to what a front end makes with these settings; without it, a decorator.
+
+    ``what``: the argument, as messages name it.
+    """
 
     @boundary
     def decorator(fun: Callable[..., Any]) -> Any:
         if is_dynamo_compiling():
             break_graph(NO_PART_OF_A_GRAPH)
-        return kind(check_function(fun), check(name_of(fun), **settings))
+        return kind(check_function(fun, what), check(name_of(fun), **settings))
 
     if fun is None:
         check("<function>", **settings)  # misuse raises here, at the decorator's line
