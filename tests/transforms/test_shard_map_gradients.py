@@ -193,6 +193,67 @@ def test_branches_vary_with_their_predicate_and_each_other(way):
     assert run(tp.grad(by_weight), way, W, X).item() == 8  # the result is one of each device
 
 
+NOT_TAKEN = {
+    "a branch": lambda w, x: tp.cond(w > 0, lambda: w * x, lambda: w),
+    "a branch of rows": lambda w, x: tp.vmap(
+        lambda v: tp.cond(v > 0, lambda: tp.cond(w > 0, lambda: w * x, lambda: w), lambda: w)
+    )(torch.arange(2.0)).sum(),
+    "a loop": lambda w, x: w * tp.while_loop(lambda c: c < 5, lambda c: c + 1, x),
+    "a loop that varies later": lambda w, x: (
+        w * tp.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + c[1], x), (0.0, 1.0))[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TAKEN)
+def test_what_the_other_branch_would_return(way, name):
+    """The result is one of each device, as that of the other branch would be."""
+
+    def loss(w, x):
+        return tp.cond(w < 0, lambda w: NOT_TAKEN[name](w, x[0]), lambda w: w * 2, w)
+
+    assert run(tp.grad(loss), way, W, X).item() == 8
+
+
+@pytest.mark.parametrize("way", ["python", "serial"])
+def test_another_branch_that_needs_values(way):
+    def read(w, x):
+        return w * (x if w.item() > 0 else 1)
+
+    def loss(w, x, cast):
+        branches = lambda w: read(w, x[0]), lambda w: tp.pcast(w * 2, "x" if cast else ())
+        return tp.cond(w < 0, *branches, w)
+
+    assert run(functools.partial(loss, cast=False), way, W, X).item() == 4
+    assert run(tp.grad(functools.partial(loss, cast=True)), way, W, X).item() == 8
+    with pytest.raises(ValueError, match=r"the branch of cond that is taken .* along 'x'.*pcast"):
+        run(tp.grad(functools.partial(loss, cast=False)), way, W, X)
+
+
+def test_devices_of_one_branch_sum_over_another_axis(way):
+    def loss(w, a, b):
+        def total(w):
+            return tp.psum(w * b[0], "b") * w
+
+        return tp.cond(a[0] > 1, total, lambda w: w * b[0], w)
+
+    def count(w, a, b):
+        return tp.while_loop(lambda c: tp.psum(c, "b") < 9, lambda c: c * tp.pmax(b[0], "b"), a[0])
+
+    compile, around = WAYS[way]
+    mesh, specs = tp.make_mesh((2, 2), ("a", "b")), (P(), P("a"), P("b"))
+    given = W, torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    for f, out, expected in (
+        (lambda *xs: loss(*xs).reshape(1, 1), P("a", "b"), [[6, 8], [28, 28]]),
+        (tp.grad(loss), P(), 7 + 2 * (2 * 2 * 7)),
+        (tp.grad(tp.grad(loss)), P(), 2 * (2 * 7)),
+        (lambda *xs: count(*xs)[None], P("a"), [16, 8]),
+    ):
+        call = tp.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out, compile=compile)
+        with around():
+            assert call(*given).tolist() == expected
+
+
 def test_without_a_trace_a_branch_of_some_devices_takes_operands():
     def loss(w, x):
         return tp.cond(x[0] > 2.5, lambda: w * 2, lambda: w * 3)

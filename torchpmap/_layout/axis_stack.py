@@ -99,6 +99,8 @@ _bound: ContextVar[tuple[Parts, ...]] = ContextVar("torchpmap_axes", default=())
 # Per thread: rows that run one after the other each have a thread of their own.
 _count: ContextVar[int] = ContextVar("torchpmap_count", default=0)
 _purpose: ContextVar[Callable[[], str] | None] = ContextVar("torchpmap_purpose", default=None)
+_split: ContextVar[frozenset[Axis]] = ContextVar("torchpmap_split", default=frozenset())
+_apart: ContextVar[bool] = ContextVar("torchpmap_apart", default=False)
 
 _parted: ContextVar[Mapping[int, str]] = ContextVar(
     "torchpmap_parted", default=MappingProxyType({})
@@ -222,11 +224,14 @@ def _axis_of(line: MeshLine, name: Hashable) -> Axis:
 
 
 @contextmanager
-def parting(levels: Iterable[int], name: str) -> Iterator[None]:
-    """Say that rows of the vmaps of these levels take different ways in the block, in a loop or
-    branch called ``name``: there a collective over such rows has no meaning.
+def parting(
+    levels: Iterable[int], name: str, axes: frozenset[Axis] = frozenset()
+) -> Iterator[None]:
+    """Say that rows of the vmaps of these levels, and devices along these axes, take different ways
+    in the block, in a loop or branch called ``name``: there a collective over such rows has no
+    meaning.
     """
-    with _parted_by({**_parted.get(), **dict.fromkeys(levels, name)}):
+    with _parted_by({**_parted.get(), **dict.fromkeys(levels, name)}), split_along(axes):
         yield
 
 
@@ -279,8 +284,11 @@ def parted(name: str, axis: str, *, prints: bool = False) -> str:
 
 
 def record(signature: CollectiveSignature) -> None:
-    """Note a collective that runs now, outside a trace; every rank must note the same sequence."""
-    _count.set(_count.get() + 1)
+    """Note a collective that runs now, outside a trace; every rank must note the same sequence, but
+    for those that run ``apart``.
+    """
+    if not _apart.get():
+        _count.set(_count.get() + 1)
     if _before is not None:
         _before(signature)
     if _recorder is not None:
@@ -289,6 +297,27 @@ def record(signature: CollectiveSignature) -> None:
 
 ordinal = _count.get
 """How many collectives this thread has run."""
+
+
+split = _split.get
+"""The axes along which devices may take another way here, in a loop or branch."""
+
+
+def split_along(axes: frozenset[Axis]) -> AbstractContextManager[None]:
+    """Say that devices along some axes, too, may take another way in the block."""
+    return assigned(_split, _split.get() | axes)
+
+
+def over(axes: frozenset[Axis]) -> AbstractContextManager[None]:
+    """A collective over some axes runs in the block: apart from other devices, if these may take
+    another way, but all that it joins do not.
+    """
+    around = _split.get()
+    return assigned(_apart, bool(around) and bool(axes) and around.isdisjoint(axes))
+
+
+is_apart = _apart.get
+"""Whether only the members of the collective that runs are known to get here."""
 
 
 def serving(purpose: Callable[[], str]) -> AbstractContextManager[None]:
