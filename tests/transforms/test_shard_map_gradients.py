@@ -13,7 +13,7 @@ import functools
 
 import pytest
 import torch
-from _support import WAYS
+from _support import EAGER, WAYS
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -62,6 +62,43 @@ def test_a_function_of_the_users_own_gives_each_devices_part(way):
     plain = tp.grad(lambda w, x: tp.grad(lambda w: ((w * x) ** 3).sum())(w) ** 2)
     assert run(first, way, W, X).item() == 3 * W**2 * (X**3).sum()
     assert run(twice, way, W, X).item() == plain(W, X)
+
+
+class Copied(torch.autograd.Function):
+    """Megatron's: the copies of a weight get the sum of their gradients."""
+
+    @staticmethod
+    def forward(w):
+        return w.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return tp.psum(cotangent, "x")
+
+
+@pytest.mark.parametrize("compile", [EAGER, False])
+@pytest.mark.parametrize("rows", ["pmap", "pmap of a pmap", "shard_map"])
+def test_a_rule_that_sums_by_itself_in_a_gradient_from_outside(rows, compile):
+    def f(w, x):
+        return Copied.apply(w) ** 2 * x
+
+    if rows == "pmap":
+        call, given = tp.pmap(f, "x", in_axes=(None, 0), compile=compile), X
+    elif rows == "shard_map":
+        specs = {"in_specs": SPECS, "out_specs": P("x"), "compile": compile}
+        call, given = tp.shard_map(f, mesh=tp.make_mesh((4,), ("x",)), **specs), X
+    else:
+        inner = tp.pmap(f, "y", in_axes=(None, 0))
+        call = tp.pmap(inner, "x", in_axes=(None, 0), compile=compile)
+        given = X.reshape(2, 2)
+    devices = len(given)  # along x: each adds the sum of all
+    slope = tp.grad(lambda w: call(w, given).sum())
+    assert slope(W).item() == devices * 2 * W * X.sum()
+    assert tp.grad(slope)(W).item() == devices**2 * 2 * X.sum()
 
 
 def test_backward_and_checkpoints_inside(way):

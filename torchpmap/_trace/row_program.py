@@ -150,6 +150,7 @@ class RowProgram(Program):
         checks += [pmax(check, self.axis_name) for check in outcome.checks]
         return replace(
             laid_out,
+            bound=outcome.bound,
             cuts=tuple(map(nested, laid_out.dims, outcome.cuts)),
             checks=tuple(checks),
             checked=(*self._claims(laid_out, found), *outcome.checked),
