@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import operator
+import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -260,6 +263,17 @@ def as_tuple(value: Any, what: str, kind: type) -> tuple[Any, ...]:
             f"{what} must be {kind.__name__} or an iterable of {kind.__name__}, but got {value!r}."
         )
     return items
+
+
+def reduced(mapped: Any, *made_of: Any) -> Any:
+    """How a function that a front end has made is pickled: as functions are, by its name, if a
+    decorator has made it; but a worker has another ``__main__``.
+    """
+    with contextlib.suppress(AttributeError):  # another callable may have no name
+        module, name = sys.modules.get(mapped.__module__), mapped.__qualname__
+        if operator.attrgetter(name)(module) is mapped and mapped.__module__ != "__main__":
+            return name
+    return type(mapped), made_of
 
 
 def name_of(fun: Any) -> str:

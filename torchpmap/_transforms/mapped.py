@@ -67,6 +67,7 @@ from torchpmap._transforms.call import (
     Static,
     check_function,
     name_of,
+    reduced,
     takes_keywords,
 )
 from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
@@ -162,7 +163,7 @@ class Mapped(Generic[_P, _R]):
         """Of a bound method, a weak reference to what the caller holds."""
 
     def __reduce__(self) -> Any:
-        return type(self), (self._fun, self._options)
+        return reduced(self, self._fun, self._options)
 
     def _made(self, fun: Callable[..., Any]) -> Any:
         """Another function, mapped as this one is."""
