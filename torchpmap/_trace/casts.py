@@ -116,7 +116,7 @@ def must_vary_wholly(results: Sequence[torch.Tensor], name: str) -> None:
             raise ValueError(
                 f"at {users_line()}: the branch of {name} that is taken returns a tensor that does "
                 f"not vary along {named(lacking)}, and whose gradient is wanted. Whether that of "
-                "another branch does is not known: it needs values (.item()). Cast what the "
+                "another branch does is not known, as it fails without values. Cast what the "
                 f"branch returns: tp.pcast(x, {_names(lacking)}, to='varying')."
             )
 
