@@ -252,6 +252,21 @@ def test_what_the_other_branch_would_return(way, name):
     assert run(tp.grad(loss), way, W, X).item() == 8
 
 
+def test_devices_of_one_branch_that_run_other_collectives():
+    def f(a, b):
+        def some(b):
+            return tp.psum(b, "b") if int(tp.axis_index("b")) == 0 else b
+
+        return tp.cond(a[0] > 1, some, lambda b: b, b).reshape(1, 1)
+
+    mesh, specs = tp.make_mesh((2, 2), ("a", "b")), (P("a"), P("b"))
+    call = tp.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("a", "b"), compile=False)
+    with pytest.raises(
+        tp.CollectiveMismatch, match=r"member 0: all_reduce.*\n.*1: the end of a br"
+    ):
+        call(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+
+
 @pytest.mark.parametrize("way", ["python", "serial"])
 def test_another_branch_that_needs_values(way):
     def read(w, x):

@@ -388,7 +388,7 @@ def naming(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> Iterator[None
     """
     present = [k for k, cotangent in enumerate(cotangents) if cotangent is not None]
     told = f"the derivative of collective {ctx.number}, results {present}"
-    with axis_stack.serving(lambda: told), axis_stack.split_along(ctx.split):
+    with axis_stack.serving(lambda: told), axis_stack.split_again(ctx.split):
         yield
 
 

@@ -277,7 +277,7 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
         else:  # Python numbers take the dtype of the other branches
             unified = branches.unify(known)
             axes = map(union, zip(*unified, strict=True))
-            with axis_stack.split_along(axes_of(selector)):
+            with axis_stack.entered(axis_stack.split_by(axes_of(selector))):
                 results = [varied(x, along) for x, along in zip(unified[which], axes, strict=True)]
     return taken.tree.build(private(results))
 

@@ -125,11 +125,14 @@ class Agreement:
             return
         if self._mismatch is not None:
             raise CollectiveMismatch(self._mismatch)
-        operation = " ".join(str(part) for k, part in enumerate(signature) if k != _GROUP)
+        operation = " ".join(
+            str(part) for k, part in enumerate(signature) if k != _GROUP and part != ""
+        )
         mine = Fingerprint(operation, str(signature[_GROUP:]), self._within)
         group, names = self._group, [f"rank {k}" for k in self._ranks]
-        if axis_stack.is_apart():  # only the members are here
-            group = str(signature[_GROUP])
+        part = axis_stack.apart()
+        if part is not None:  # the others may be elsewhere
+            group = part.group
             names = [f"member {k}" for k in range(group_named(group).size())]
         if is_equal(mine.digest(), len(names), group):
             return

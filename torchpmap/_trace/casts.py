@@ -101,7 +101,7 @@ def must_vary(axes: Axes, name: str) -> Iterator[None]:
         yield
         return
     branches = (*_branches.get(), _Branch(axes, name, depth()))
-    with assigned(_branches, branches), axis_stack.split_along(axes):
+    with assigned(_branches, branches), axis_stack.entered(axis_stack.split_by(axes)):
         yield
 
 
