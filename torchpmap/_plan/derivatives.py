@@ -393,7 +393,7 @@ def _outcome(
     blocks, cuts = tuple(x for x, _ in outputs), tuple(cut for _, cut in outputs)
     structure = flatten(list(range(len(outputs))))[1]
     checked = of.checked if checks else ()
-    known = {"unbound": of.unbound, "tracked": of.tracked, "bound": of.bound}
+    known: dict[str, Any] = {"unbound": of.unbound, "tracked": of.tracked, "bound": of.bound}
     return Outcome(structure, blocks, cuts, checks, checked, **known)
 
 
