@@ -133,6 +133,8 @@ def test_rule_7_a_spec_for_every_argument(mesh, num_args):
 def test_rule_8_keyword_arguments(mesh):
     with pytest.raises(TypeError, match=r"keyword argument 'a'.*functools\.partial"):
         mapped(lambda a: a, mesh, XY, XY)(a=X)
+    with pytest.raises(TypeError, match=r"keyword argument 'k'.*functools\.partial"):
+        mapped(lambda a, k: a * k, mesh, (XY, None), XY)(X, k=2)
     assert mapped(functools.partial(torch.mul, other=2), mesh, XY, XY)(X).sum() == 2 * X.sum()
 
 
