@@ -5,6 +5,7 @@ Shapes and dtypes are those of torch outside; distributions are checked by their
 
 from math import e, pi
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ X = torch.tensor([[0.2, 0.4, 0.6], [0.1, 0.3, 0.5], [0.7, 0.8, 0.9], [0.15, 0.25
 
 SAMPLERS = {
     "rand": lambda x: torch.rand(5),
+    "rand of a numpy size": lambda x: torch.rand(np.int64(3)),
     "rand of a shape": lambda x: torch.rand((2, 3), dtype=torch.float64),
     "rand complex": lambda x: torch.rand(4, dtype=torch.complex64),
     "randn": lambda x: torch.randn(5, 2),
@@ -182,6 +184,12 @@ def test_distributions(draw, mean, deviation):
     assert numbers.std(1).tolist() == pytest.approx([deviation] * 4, rel=0.05)
     correlations = torch.corrcoef(numbers) - torch.eye(4)
     assert correlations.abs().max() < 5 / 141
+
+
+def test_random_gives_the_largest_number_and_takes_a_lower_limit_alone():
+    numbers = drawn(lambda x: torch.empty(4000, dtype=torch.uint8).random_())
+    assert (numbers.min(), numbers.max()) == (0, 255)  # as torch
+    assert drawn(lambda x: torch.empty(60).random_(5, None)).min() >= 5
 
 
 def several(x):

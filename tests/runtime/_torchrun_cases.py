@@ -19,6 +19,9 @@ from _launched import Raised
 from torch.utils import _pytree as pytree
 
 import torchpmap as tp
+from torchpmap._runtime import current
+from torchpmap._sharded.tensor import make_sharded
+from torchpmap._transforms.timing import times
 
 AXIS = "i"
 GRAPH = {"backend": "eager"}
@@ -337,6 +340,22 @@ def check_pmap_with_devices():
     return tp.debug.check_pmap(lambda x: x.sin(), rows, devices=tp.devices()).values
 
 
+@expect_error(ValueError, "assert_replicated: x differs between processes")
+def copies_that_differ_between_processes():
+    layout, handle = tp.replicate(torch.ones(3))._alive()
+    tp.debug.assert_replicated(make_sharded(layout, handle))
+    team = current.runtime().team(layout.ranks)
+    own = [torch.full((3,), float(tp.process_index()))] * len(layout.ranks)
+    tp.debug.assert_replicated(make_sharded(layout, current.runtime().put(team, own)))
+
+
+@expect_same(1)
+def calls_that_are_timed_are_as_many_in_every_process():
+    total, calls = mapped(_sum), []
+    times(lambda: (calls.append(0), total(mine()))[1])
+    return len({*tp.multihost.all_gather(len(calls)).tolist()})
+
+
 # -- JAX's own multi-process tests -----------------------------------------------------------------
 
 
@@ -507,9 +526,16 @@ def _each_its_part(function):
 def recorded_and_replayed():
     folder = tempfile.mkdtemp()
     folder = bytes(tp.multihost.broadcast(torch.tensor([*folder.encode()])).tolist()).decode()
+
+    def f(x):
+        return tp.psum(x, AXIS), 3 * x
+
     with tp.debug.record(folder):
-        mapped(lambda x: (tp.psum(x, AXIS), 3 * x), GRAPH)(mine())
-        (path,) = tp.debug.dump()
+        if tp.process_index() == 0:  # a call that the others do not make does not count for them
+            mapped(f, devices=tp.local_devices())(torch.ones(1))
+        mapped(f)(mine())
+        mapped(f)(-mine())
+        path = tp.debug.dump()[-2]
     tp.multihost.barrier()  # all parts are written
     results = tp.debug.replay(path).results
     tp.multihost.barrier()

@@ -170,7 +170,7 @@ def test_a_buffer_without_gradient_takes_what_varies(way):
     assert run(slope, way, W, X).item() == X.sum() + 4
 
 
-@pytest.mark.parametrize("write", ["index", "operator", "method", "out"])
+@pytest.mark.parametrize("write", ["index", "operator", "method", "out", "norm"])
 def test_a_write_that_comes_too_late_is_refused(way, write):
     def loss(w, x, cast=False):
         own = tp.pcast(w.expand(1) * 1, "x", to="varying") if cast else w.expand(1) * 1
@@ -180,6 +180,8 @@ def test_a_write_that_comes_too_late_is_refused(way, write):
             own *= x
         elif write == "method":
             own.mul_(x)
+        elif write == "norm":
+            torch.nn.functional.embedding(0 * x.long(), own[:, None], max_norm=1.0)
         else:
             torch._foreach_mul_([own], [x])
         return own.sum()

@@ -256,7 +256,7 @@ class Differentiable(Function):
             for layout, batched in zip(self.layouts, which, strict=True)
         ]
         key = ("vmap", which, size)
-        derived = self._derive(key, self.mirrored, _Batched(self.body, which, size), layouts, ())
+        derived = self._derive(key, self.mirrored, _Batched(self.body, which), layouts, ())
         derived._batch_dims_in = tuple(map(operator.add, self._batch_dims_in, which))
         derived.batch_dims = lambda: tuple(
             map(operator.add, self.batch_dims(), derived.batched_outputs())
@@ -355,10 +355,9 @@ class Differentiable(Function):
 class _Batched:
     """A body for a batch of values of the inputs ``which``."""
 
-    def __init__(self, body: Body, which: tuple[bool, ...], size: int) -> None:
+    def __init__(self, body: Body, which: tuple[bool, ...]) -> None:
         self._body = body
         self._which = which
-        self._size = size
         self.reached: tuple[bool, ...] | None = None
         """Whether each output is batched (known when it has run)."""
 
@@ -371,7 +370,7 @@ class _Batched:
 
         given = [x.movedim(-1, 0) if has else x for x, has in zip(blocks, self._which, strict=True)]
         # "same": keys have the batch dim if rows are to draw different numbers
-        results, reached = vmap_of(body, self._which, self._size, "same")(given)
+        results, reached = vmap_of(body, self._which, "same")(given)
         (outcome,) = outcomes
         count = len(outcome.outputs)
         self.reached = tuple(reached[:count])

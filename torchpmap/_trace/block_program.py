@@ -41,7 +41,7 @@ from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
 from torchpmap._trace.capture import Exchange
 from torchpmap._trace.casts import is_tracked, tracked
 from torchpmap._trace.effects import difference
-from torchpmap._trace.environment import Environment
+from torchpmap._trace.environment import tensors_of
 from torchpmap._trace.program import Outcome, Program, join, split
 from torchpmap._trace.replication import Demand, is_same
 from torchpmap.random._streams import are_active, streams, within
@@ -349,9 +349,7 @@ def _captured(program: BlockProgram) -> list[torch.Tensor]:
     """
     if tracing_mode() is None:
         return []
-    environment = Environment(program.fun, quiet=True)
-    environment.refresh()
-    return [x for x in environment.tensors() if is_wrapped(x) or x.requires_grad]
+    return [x for x in tensors_of(program.fun) if is_wrapped(x) or x.requires_grad]
 
 
 def _own(

@@ -212,6 +212,9 @@ def _written(func: Any, name: str, args: Any, kwargs: Any) -> list[torch.Tensor]
         is_functional = func in (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm)
         found += args[1:3] if is_functional else args[3:5]
         found += [kwargs.get("running_mean"), kwargs.get("running_var")]
+    if name in ("embedding", "embedding_bag") and func is getattr(torch.nn.functional, name):
+        given = dict(zip(("input", "weight", "", "max_norm"), args, strict=False)) | kwargs
+        found.append(None if given.get("max_norm") is None else given["weight"])
     return list(tensors_in(found))
 
 

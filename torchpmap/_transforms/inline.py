@@ -46,7 +46,7 @@ from torchpmap._trace.program import (
 from torchpmap._transforms.call import CallArguments
 from torchpmap._transforms.preparation import Preparation, refuse_aliased_donation
 from torchpmap._transforms.rows import run_rows
-from torchpmap.random._streams import are_active, draw_key, peek_key, uses_generator
+from torchpmap.random._streams import are_active, draw_key, no_stream, peek_key
 
 _Call = TypeVar("_Call", bound=CallArguments)
 
@@ -111,7 +111,7 @@ def _run_whole(program: Program, leaves: Sequence[Any]) -> Any:
     outcome = (_one_by_one if serial() else _as_lanes)(program, blocks)
     if not torch.equal(generator, torch.default_generator.get_state()):
         torch.default_generator.set_state(generator)
-        raise NotImplementedError(uses_generator(program.prefix))
+        raise NotImplementedError(no_stream(program.prefix))
     if outcome.draws:
         with outside_transforms():
             draw_key()  # the next call gets another one
