@@ -34,7 +34,6 @@ from torchpmap._sharded.transfer import is_whole_here
 from torchpmap._sharded.trial import insist_on_kind
 from torchpmap._sharded.views import (
     Make,
-    check_writable,
     host_copies,
     share_values,
     write,
@@ -120,16 +119,6 @@ def _of_no_values(
     }
     args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
     return func(*args, **kwargs)
-
-
-def assign(make: Make, target: Any, index: Any, value: Any) -> None:
-    """``target[index] = value`` on a copy of the whole value."""
-    check_writable(target)
-    host = target.to_host()
-    note_gather(torch.ops.aten.index_put_.default, host.nbytes)
-    host[index] = value
-    handle = send_again(target._alive()[0], host, "what x[...] = value writes")
-    write(target, handle, make)
 
 
 def _copy(operand: Any) -> torch.Tensor:

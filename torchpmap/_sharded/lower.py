@@ -31,7 +31,7 @@ from torchpmap._sharded.on_blocks import OnBlocks, described
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._sharded.spmd import Emitter, listed
 from torchpmap._sharded.transfer import places_here
-from torchpmap._sharded.trial import is_refused_here, tried
+from torchpmap._sharded.trial import tried
 from torchpmap._sharded.unforeseen import has_unforeseen_results, is_random, name_of
 
 _aten = torch.ops.aten
@@ -168,10 +168,8 @@ def lower_operation(
     if is_random(func, given) or has_unforeseen_results(func, given, operands, present[0]):
         raise Unsupported
     func, arguments = plain(func, arguments)
-    trial = tried(func, arguments, operands)
     on_cpu = grid.devices[0].platform == "cpu"
-    if on_cpu and is_refused_here(func, arguments, operands):
-        raise Unsupported  # torch's error comes from the operation on the host
+    trial = tried(func, arguments, operands, on_cpu=on_cpu)
     if any(layouts[position] is None for position in trial.written):
         raise Unsupported  # it writes to a tensor on the host
     call_with = partial(described, trial, grid.sizes)

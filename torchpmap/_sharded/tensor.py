@@ -38,7 +38,8 @@ from torchpmap._layout.layout import Layout, Shard
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.arguments import CHANNELS_LAST, facts_of, occurrences, written_by
-from torchpmap._sharded.host import ToHost, assign, is_recorded, run_on_host
+from torchpmap._sharded.gather_report import note_gather
+from torchpmap._sharded.host import ToHost, is_recorded, run_on_host
 from torchpmap._sharded.host_copy import host_copy
 from torchpmap._sharded.indexing import (
     INDEXING,
@@ -306,7 +307,7 @@ class ShardedTensor(Remote):
         return super().__getitem__(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        layout, _ = self._alive()
+        layout, handle = self._alive()
         if num_modes():
             super().__setitem__(index, value)
             return
@@ -316,9 +317,10 @@ class ShardedTensor(Remote):
         ):
             super().__setitem__(index, value)
             return
-        assign(make_sharded, self, index, value)
-        if not self.is_inference():
-            torch.autograd.graph.increment_version(self)
+        host = gather(layout, handle)
+        note_gather(_aten.index_put_.default, host.nbytes)
+        host[index] = value
+        self.copy_(host)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         if self.dim() == 0:
