@@ -105,6 +105,7 @@ PLACES = [
     (0, FLAT, "flat.cumsum(-1)"),
     (HOST, FLAT, "flat.nonzero()"),
     (0, FLAT, "torch.outer(flat, flat)"),
+    (WHOLE, FLAT, "F.nll_loss(flat, torch.tensor(2))"),
     (0, 2 * X, "torch.cat([x, y])"),
     (HOST, 2 * X - 72, "x[x > 0]"),
     (0, X + 2 * X, "x.scatter(0, ints.abs() % 3, 1.0)"),

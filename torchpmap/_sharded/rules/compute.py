@@ -168,7 +168,7 @@ def leading(num_batch: int, ndim: int) -> Labels:
 
 
 def letters(
-    operands: str,
+    takes: str,
     results: str,
     others: Combine = "sum",
     num_batch: Callable[[Call], int] = lambda call: 0,
@@ -184,19 +184,19 @@ def letters(
         others: how a result that lacks a label is put together.
         once: the operand that is added to the first result, and may be broadcast.
     """
-    named = [item.split(":") for item in operands.split()]
+    named = [item.split(":") for item in takes.split()]
 
-    def rule(call: Call) -> Signature:
+    def rule(call: Call) -> Signature | None:
         def labels(text: str, ndim: int) -> Labels:
-            own: Labels = tuple(None if letter in ".-" else letter for letter in text)
+            own: Labels = tuple(None if letter == "." else letter for letter in text.strip("-"))
             own = tuple(range(num_batch(call))) if text == "*" else own
-            return (*own, *(None,) * (ndim - len(own)))[:ndim]
+            return (*own, *(None,) * (ndim - len(own)))
 
-        found = {
-            operand.position: labels(text, operand.ndim)
-            for name, text in named
-            if (operand := call.arguments.get(name)) is not None
-        }
+        given = [(call.arguments.get(name), text) for name, text in named]
+        operands = [(operand, text) for operand, text in given if operand is not None]
+        found = {operand.position: labels(text, operand.ndim) for operand, text in operands}
+        if any(len(found[operand.position]) > operand.ndim for operand, _ in operands):
+            return None  # it has no batch, for example
         texts: Iterator[str] = itertools.chain(results.split(), itertools.repeat("-"))
         mask = call.arguments.get("output_mask") or ()
         if len(mask) > len(call.results):  # else it is all True, or a fake kernel ignores it

@@ -44,7 +44,7 @@ def _loss(call: Call) -> Signature | None:
 
 def _nll(call: Call) -> Signature | None:
     x, target = call.arguments["self"], call.arguments["target"]
-    if target.ndim != x.ndim - 1:
+    if not target.ndim or target.ndim != x.ndim - 1:
         return None  # one row
     each = call.arguments["reduction"] == 0
     has_rows = each or "grad_output" in call.arguments
