@@ -37,6 +37,7 @@ def mesh() -> tp.Mesh:
 ROWS = torch.arange(8.0).reshape(4, 2)
 COLUMNS = torch.arange(12).reshape(3, 4)
 SPREAD = torch.arange(6, dtype=torch.bfloat16)
+DIFFERS = r"tree\['seed'\] must be the same in all processes, but rank 1 has .*make it a row"
 
 
 def state() -> dict:
@@ -113,8 +114,13 @@ def test_asynchronous() -> None:
 def test_the_processes_differ() -> None:
     rank = tp.process_index()
     for value in (rank, torch.tensor([rank, 2]), "a" * 300 + str(rank), np.ones(1) * rank):
-        with pytest.raises(ValueError, match=r"differ at tree\['seed'\]: rank 0 has .*a row"):
+        with pytest.raises(ValueError, match=DIFFERS):
             tp.checkpoint.save(folder / "differ", {"same": 1, "seed": value})
+    wide = tp.device_put(torch.zeros(1, 2 + rank), tp.local_devices())
+    with pytest.raises(ValueError, match=r"float32\[2, 3\] in the blocks .*float32\[2, 2\] in the"):
+        tp.checkpoint.save(folder / "differ", {"w": wide})
+    with pytest.raises(ValueError, match=r"tree must be the same .*'w_1'.*, and not .*'w_0'"):
+        tp.checkpoint.save(folder / "differ", {f"w_{rank}": wide})
     dist.barrier()
     assert not (folder / "differ").exists()
     assert not (folder / ".differ.saving").exists()

@@ -15,8 +15,8 @@ import torchpmap as tp
 from torchpmap._runtime.task import Rank
 from torchpmap.checkpoint import ShapeDtypeStruct, _blocks, load, save
 from torchpmap.checkpoint._blocks import Files
+from torchpmap.checkpoint._load import Restore
 from torchpmap.checkpoint._table import Table
-from torchpmap.checkpoint._workers import Restore
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 Pair = collections.namedtuple("Pair", "left right")
@@ -210,13 +210,13 @@ def test_a_part_of_a_block_is_read_without_the_rest(tmp_path, monkeypatch, offse
     index = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
     file, row = tmp_path / "c" / "host.safetensors", Table.of(tmp_path / "c").rows["w"]
     with Files(tmp_path / "c") as files:
-        assert torch.equal(row.read(files, (offsets, sizes)), PIECES[index])
+        assert torch.equal(row.read(files, index), PIECES[index])
     data = bytearray(file.read_bytes())
     data[-40_000 * 2 - 1] ^= 1  # the last byte of PIECES[2, 1]
     file.write_bytes(data)
     damage = pytest.raises(tp.CheckpointError, match="have changed since they were written")
     with Files(tmp_path / "c") as files, damage if is_near else nullcontext():
-        assert torch.equal(row.read(files, (offsets, sizes)), PIECES[index])
+        assert torch.equal(row.read(files, index), PIECES[index])
 
 
 # -- mismatch and misuse ---------------------------------------------------------------------------
@@ -314,6 +314,6 @@ class OnMeta:
 def test_a_rank_reads_to_its_device(tmp_path: Path) -> None:
     save(tmp_path / "one", {"x": torch.arange(4.0)})
     row = Table.of(tmp_path / "one").rows["x"]
-    work = Restore(tmp_path / "one", (row,), {0: (((1,), (2,)),)})
+    work = Restore(tmp_path / "one", {0: [(row, (slice(1, 3),))]})
     _, (block,) = work.run(Rank((0,), "all", OnMeta(), None), None, [])
     assert (block.device.type, block.shape) == ("meta", (2,))

@@ -14,7 +14,7 @@ from _values import HOST, TREE, header_of, leaf, loaded, same, sign, table_of, w
 import torchpmap as tp
 from torchpmap._base.data import packed
 from torchpmap.checkpoint import latest, save
-from torchpmap.checkpoint._workers import Pipes
+from torchpmap.checkpoint._peers import Pipes
 
 
 @pytest.fixture
@@ -256,33 +256,35 @@ def test_wrong_checksums(ours):
 # -- the pipes of workers --------------------------------------------------------------------------
 
 
-def test_pipes_are_in_a_folder_of_the_user_alone():
-    pipes = Pipes([3])
-    try:
-        path = Path(f"{pipes.path}3")
-        assert path.stat().st_mode & 0o777 == 0o600
-        assert path.parent.stat().st_mode & 0o777 == 0o700
-        assert path.parent.stat().st_uid == os.geteuid()
-    finally:
-        pipes.close()
+@pytest.fixture
+def pipes():
+    with Pipes() as opened:
+        opened.open([3])
+        yield opened
+
+
+def test_pipes_are_in_a_folder_of_the_user_alone(pipes):
+    path = Path(f"{pipes.path}3")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.parent.stat().st_uid == os.geteuid()
+    pipes.close()
     assert not path.exists()
 
 
 @pytest.mark.parametrize("sent", [b"", b'{"dict":', b"\x80\x04cos\nsystem\n.", packed({3: 4})[:-1]])
-def test_a_writer_that_ends_before_it_has_answered(sent):
-    pipes = Pipes([3])
+def test_a_writer_that_ends_before_it_has_answered(pipes, sent):
     with open(f"{pipes.path}3", "wb") as end:
         end.write(sent)
-    assert pipes.answers() == {3: (None, "the worker that writes rank_3.safetensors has ended")}
+    assert pipes.answers() == {3: "the worker that writes rank_3.safetensors has ended"}
 
 
-def test_a_writer_that_is_stopped():
+def test_a_writer_that_is_stopped(pipes):
     tp.config.timeout = 0.05
-    pipes = Pipes([3])
     try:
         with open(f"{pipes.path}3", "wb", buffering=0) as end:
             end.write(b"{")
-            ((_, what),) = pipes.answers().values()
+            (what,) = pipes.answers().values()
     finally:
         tp.config.reset()
     assert what == (

@@ -95,6 +95,15 @@ def test_arguments_are_left_alone_and_may_be_sharded():
     assert check_pmap(lambda x: x * 2, tp.device_put(X, tp.devices()), compile=EAGER)
 
 
+@pytest.mark.parametrize(
+    "around", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")]
+)
+def test_gradients_are_those_without_the_modes_of_the_caller(around):
+    with around():
+        report = check_pmap(lambda x: x * 2, X, compile=EAGER)
+    assert report.gradients == ("serial", "vmapped", "pmapped")
+
+
 def test_what_lanes_cannot_do_is_skipped():
     def absolute(x):
         return x if x > 0 else -x

@@ -13,7 +13,7 @@ from torchpmap._base.errors import kind_of
 from torchpmap._layout.axis_stack import group_name
 from torchpmap.debug._graph_data import NotData, decoded_graph, encoded_graph
 from torchpmap.debug._lockstep import Lockstep
-from torchpmap.debug._record_file import Inputs, load, save
+from torchpmap.debug._record_file import load, save
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -104,8 +104,32 @@ def test_facts_that_do_not_fit(recording, change):
     (path,) = tp.debug.dump()
     found, tensors = load(path), {}
     graph = encoded_graph(found.graph, tensors)
-    save(path, replace(found.facts, **change), graph, Inputs(found.inputs), tensors)
+    save(path, replace(found.facts, **change), graph, tensors, found.inputs, {})
     with pytest.raises(ValueError, match=r"^replay: "):
+        tp.debug.replay(path)
+
+
+def test_parts_of_different_calls(recording, tmp_path):
+    f = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
+    f(torch.ones(4))
+    tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER, devices=tp.devices()[:2])(torch.ones(2))
+    paths = tp.debug.dump()
+    assert len(set(paths)) == 2  # both are the first call on their devices
+    for rank, path in enumerate(paths):
+        path.rename(tmp_path / f"part.rank{rank}.safetensors")
+    with pytest.raises(ValueError, match="are of different calls"):
+        tp.debug.replay(tmp_path / "part.rank0.safetensors")
+
+
+def test_parts_of_different_runs(recording, tmp_path):
+    tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)(torch.ones(4))
+    found, tensors = load(*tp.debug.dump()), {}
+    graph = encoded_graph(found.graph, tensors)
+    for rank, attempt in enumerate(["first", "second"]):
+        facts = replace(found.facts, attempt=attempt)
+        path = tmp_path / f"part.rank{rank}.safetensors"
+        save(path, facts, graph, tensors, found.inputs, {})
+    with pytest.raises(ValueError, match="are of different calls"):
         tp.debug.replay(path)
 
 

@@ -5,6 +5,7 @@ Shapes and dtypes are those of torch outside; distributions are checked by their
 
 from math import e, pi
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ X = torch.tensor([[0.2, 0.4, 0.6], [0.1, 0.3, 0.5], [0.7, 0.8, 0.9], [0.15, 0.25
 
 SAMPLERS = {
     "rand": lambda x: torch.rand(5),
+    "rand of a numpy size": lambda x: torch.rand(np.int64(3)),
     "rand of a shape": lambda x: torch.rand((2, 3), dtype=torch.float64),
     "rand complex": lambda x: torch.rand(4, dtype=torch.complex64),
     "randn": lambda x: torch.randn(5, 2),
@@ -184,6 +186,12 @@ def test_distributions(draw, mean, deviation):
     assert correlations.abs().max() < 5 / 141
 
 
+def test_random_gives_the_largest_number_and_takes_a_lower_limit_alone():
+    numbers = drawn(lambda x: torch.empty(4000, dtype=torch.uint8).random_())
+    assert (numbers.min(), numbers.max()) == (0, 255)  # as torch
+    assert drawn(lambda x: torch.empty(60).random_(5, None)).min() >= 5
+
+
 def several(x):
     return torch.stack([torch.randn(3), torch.rand(3), F.dropout(x, 0.5)])
 
@@ -325,6 +333,19 @@ def test_inner_vmaps_say_whether_rows_differ(mode):
         drawn(lambda x: torch.func.vmap(lambda _: torch.rand(()))(x), mode, rows)
     nested = drawn(lambda x: tp.pmap(lambda _: torch.rand(()))(x), mode, rows)
     assert len(set(nested.flatten().tolist())) == 20
+
+
+@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+def test_a_call_inside_a_named_vmap_draws_only_what_it_uses(randomness):
+    torch.manual_seed(0)
+    expected = torch.rand(())
+    torch.manual_seed(0)
+    double = tp.vmap(tp.pmap(lambda x: 2 * x), axis_name="j", randomness=randomness)
+    assert torch.equal(double(X), 2 * X)
+    assert torch.rand(()) == expected
+    drawn = tp.vmap(tp.pmap(lambda x: x + torch.rand(())), axis_name="j", randomness="error")
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        drawn(X)
 
 
 def test_vmap_from_outside_says_whether_rows_differ(mode):

@@ -16,8 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from _launched import Raised
+from torch.utils import _pytree as pytree
 
 import torchpmap as tp
+from torchpmap._runtime import current
+from torchpmap._sharded.tensor import make_sharded
+from torchpmap._transforms.timing import times
 
 AXIS = "i"
 GRAPH = {"backend": "eager"}
@@ -223,6 +227,24 @@ def every_row_draws_its_own(compile):
     return len({tuple(row) for row in everything.tolist()}), bool((everything < 1).all())
 
 
+class Silent:
+    """A container that cannot be shown."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __repr__(self) -> str:
+        raise ValueError("it cannot be shown")
+
+
+pytree.register_pytree_node(Silent, lambda each: ([each.x], None), lambda xs, _: Silent(*xs))
+
+
+@in_both_modes(expect_rows(2 * X))
+def a_container_that_cannot_be_shown(compile):
+    return mapped(lambda x: Silent(2 * x), compile)(mine()).x
+
+
 # -- calls, traced ---------------------------------------------------------------------------------
 
 RING_OF_8 = [(k, (k + 1) % 8) for k in range(8)]
@@ -316,6 +338,22 @@ def resize_needs_a_controller():
 def check_pmap_with_devices():
     rows = torch.tensor([[tp.process_index(), 1.0]])
     return tp.debug.check_pmap(lambda x: x.sin(), rows, devices=tp.devices()).values
+
+
+@expect_error(ValueError, "assert_replicated: x differs between processes")
+def copies_that_differ_between_processes():
+    layout, handle = tp.replicate(torch.ones(3))._alive()
+    tp.debug.assert_replicated(make_sharded(layout, handle))
+    team = current.runtime().team(layout.ranks)
+    own = [torch.full((3,), float(tp.process_index()))] * len(layout.ranks)
+    tp.debug.assert_replicated(make_sharded(layout, current.runtime().put(team, own)))
+
+
+@expect_same(1)
+def calls_that_are_timed_are_as_many_in_every_process():
+    total, calls = mapped(_sum), []
+    times(lambda: (calls.append(0), total(mine()))[1])
+    return len({*tp.multihost.all_gather(len(calls)).tolist()})
 
 
 # -- JAX's own multi-process tests -----------------------------------------------------------------
@@ -488,9 +526,16 @@ def _each_its_part(function):
 def recorded_and_replayed():
     folder = tempfile.mkdtemp()
     folder = bytes(tp.multihost.broadcast(torch.tensor([*folder.encode()])).tolist()).decode()
+
+    def f(x):
+        return tp.psum(x, AXIS), 3 * x
+
     with tp.debug.record(folder):
-        mapped(lambda x: (tp.psum(x, AXIS), 3 * x), GRAPH)(mine())
-        (path,) = tp.debug.dump()
+        if tp.process_index() == 0:  # a call that the others do not make does not count for them
+            mapped(f, devices=tp.local_devices())(torch.ones(1))
+        mapped(f)(mine())
+        mapped(f)(-mine())
+        path = tp.debug.dump()[-2]
     tp.multihost.barrier()  # all parts are written
     results = tp.debug.replay(path).results
     tp.multihost.barrier()

@@ -405,6 +405,7 @@ def interrupt_at(number, times, function):
     return False
 
 
+@pytest.mark.timeout(400)  # a pool is put for another some sixty times
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_at_any_line_leaves_the_old_devices_or_the_new_ones(times):
     x, cut, found, number = tp.replicate(X), tp.shard_batch(X), set(), 0

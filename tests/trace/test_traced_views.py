@@ -432,11 +432,26 @@ def test_a_slice_of_another_length_runs_uncompiled():
         i.view(()).sub_(i)
         return x[start : i + 2].sum()
 
+    def with_a_factor(x, i):
+        return x[1 - i : torch.rsub(i, 2, alpha=2)].sum()
+
     open_end, other = lambda x, i: x[i:].sum(), lambda x, i: x[i : i * 2].sum()
-    for f in (open_end, other, changed, changed_through_a_view):
+    for f in (open_end, other, changed, changed_through_a_view, with_a_factor):
         with pytest.warns(UserWarning, match="running without tracing"):
             got = tp.pmap(f, compile=EAGER)(X[:2], I[:2])
         torch.testing.assert_close(got.cpu(), stacked(f)[0][:2])
+
+
+def test_numbers_of_a_slice_that_wrap_around():
+    x = torch.arange(400.0).reshape(2, 200)
+    narrow, wide = torch.tensor([127, 3], dtype=torch.int8), torch.tensor([150, 3])
+    for f, i in (
+        (lambda x, i: x[i : i + 1].sum(), narrow),
+        (lambda x, i: x[i : i.to(torch.int8) + 2].sum(), wide),
+    ):
+        with pytest.warns(UserWarning, match="running without tracing"):
+            got = tp.pmap(f, compile=EAGER)(x, i)
+        torch.testing.assert_close(got.cpu(), torch.stack(list(map(f, x, i))))
 
 
 def test_each_device_takes_its_slice():

@@ -105,7 +105,9 @@ def rows_of_the_page():
 
 
 def test_the_table_is_that_of_the_page():
-    rows = [(name, instead) for names, instead in _jax_names._ROWS for name in names.split()]
+    rows = [
+        (name, instead) for names, instead in _jax_names._ROWS.items() for name in names.split()
+    ]
     assert {k: v for k, v in rows if k not in tp.__dir__()} == rows_of_the_page()
 
 

@@ -27,7 +27,6 @@ from torchpmap._base.sources import is_foreign
 
 _MAX_KINDS = 1024
 _pack_float = struct.Struct("d").pack
-_pack_complex = struct.Struct("dd").pack
 
 
 class Same:
@@ -111,26 +110,10 @@ def _identity(pictures: Pictures, value: Any) -> Hashable:
     return Same(value)
 
 
-def _constant(_: Pictures, value: Any) -> Hashable:
-    return Same(value)
-
-
-def _complex(_: Pictures, value: complex) -> Hashable:
-    return complex, _pack_complex(value.real, value.imag)
-
-
 def _method(pictures: Pictures, value: Any) -> Hashable:  # a new object at each access
     pictures.identities.append(value.__self__)
     of_class = getattr(value, "__func__", value.__qualname__)
     return type(value), Same(value.__self__), Same(of_class) if callable(of_class) else of_class
-
-
-def _scalar(_: Pictures, value: np.generic) -> Hashable:
-    return type(value), value.dtype, value.tobytes()
-
-
-def _dtype(_: Pictures, value: np.dtype[Any]) -> Hashable:
-    return type(value), value
 
 
 def _array(pictures: Pictures, value: Any) -> Hashable:
@@ -146,21 +129,8 @@ def _mapping(pictures: Pictures, value: Any) -> Hashable:
     return type(value), pictures.items(value), pictures.items(value.values())
 
 
-def _partial(pictures: Pictures, value: Any) -> Hashable:
-    parts = value.func, value.args, value.keywords, vars(value)
-    return type(value), pictures.items(parts)
-
-
-def _range(_: Pictures, value: Any) -> Hashable:
-    return range, value.start, value.stop, value.step
-
-
-def _slice(pictures: Pictures, value: Any) -> Hashable:
-    return slice, pictures.items((value.start, value.stop, value.step))
-
-
-def _reduced(pictures: Pictures, value: Any) -> Hashable:
-    return type(value), pictures.of(value.__reduce_ex__(4))
+def _of_parts(parts: Callable[[Any], tuple[Any, ...]]) -> _Picture:
+    return lambda pictures, value: (type(value), pictures.items(parts(value)))
 
 
 class _Parts:
@@ -198,13 +168,13 @@ _MISSING = Same(object())
 _kinds: dict[Any, tuple[_Picture, bool]] = {}
 """How the values of a type are pictured, and whether by parts that may change."""
 _BUILTIN: dict[Any, tuple[_Picture, bool]] = {
-    complex: (_complex, False),
+    complex: (_of_parts(lambda value: (value.real, value.imag)), False),
     torch.Size: (_sequence, False),
-    range: (_range, False),
-    slice: (_slice, False),
+    range: (_of_parts(lambda value: (value.start, value.stop, value.step)), False),
+    slice: (_of_parts(lambda value: (value.start, value.stop, value.step)), False),
     types.MethodType: (_method, False),
     types.BuiltinFunctionType: (_method, False),
-    functools.partial: (_partial, True),
+    functools.partial: (_of_parts(lambda x: (x.func, x.args, x.keywords, vars(x))), True),
     np.ndarray: (_array, True),
     **dict.fromkeys((list, set, frozenset), (_sequence, True)),
     **dict.fromkeys((dict, OrderedDict, types.MappingProxyType), (_mapping, True)),
@@ -226,11 +196,11 @@ def _picture_of(value: Any) -> tuple[_Picture, bool]:
     if kind in _BUILTIN:
         return _BUILTIN[kind]
     if isinstance(value, np.generic) and not value.dtype.hasobject:
-        return _scalar, False
+        return _of_parts(lambda value: (value.dtype, value.tobytes())), False
     if isinstance(value, np.dtype):
-        return _dtype, False
+        return (lambda _, value: (type(value), value)), False
     if isinstance(value, enum.Enum):
-        return _constant, False
+        return (lambda _, value: Same(value)), False
     is_own = kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__
     if is_own or isinstance(value, type | types.FunctionType | torch.Tensor):
         return _identity, False
@@ -241,5 +211,5 @@ def _picture_of(value: Any) -> tuple[_Picture, bool]:
         except Exception:  # it has a state that Python cannot read
             return _identity, False
         if is_foreign(kind.__module__) or not isinstance(reduced, tuple):
-            return _reduced, True
+            return _of_parts(lambda value: (value.__reduce_ex__(4),)), True
     return _Parts(kind, read), True

@@ -87,7 +87,7 @@ class Branch(Transformable):
         tensors = batch_first(tensors, dims)
         which = [d is not None for d in dims]
         parts = self.name if which[0] else None
-        runs = [vmap_of(body, which[1:], size, info.randomness, parts) for body in self.branches]
+        runs = [vmap_of(body, which[1:], info.randomness, parts) for body in self.branches]
         if which[0]:
             found = [run(tensors[1:]) for run in runs]
             every = [expand_some(xs, reached, [True] * len(xs), size) for xs, reached in found]

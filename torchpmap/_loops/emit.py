@@ -40,6 +40,7 @@ from torchpmap._trace.capture import is_real
 from torchpmap._trace.graphs import (
     GRAPHS,
     Closure,
+    added,
     current_capture,
     current_closure,
     drop_dead,
@@ -265,13 +266,12 @@ def discarded() -> Iterator[None]:
     assert mode is not None
     if views is not None:
         views.refresh_all()  # and not in the block
-    graph = mode.tracer.graph
-    before = set(graph.nodes)
-    yield
-    for node in reversed(list(graph.nodes)):
+    with added(mode.tracer.graph) as nodes:
+        yield
+    for node in reversed(nodes):
         stays = node.op == "placeholder" or "is_read" in node.meta
-        if node not in before and not stays and not node.users:
-            graph.erase_node(node)
+        if not stays and not node.users:
+            node.graph.erase_node(node)
 
 
 # -- the node --------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ class Scan(Transformable):
 
         def batch() -> list[torch.Tensor]:
             which = [*of_constants, *carries.which, *of_xs]
-            run = vmap_of(self.flat, which, size, info.randomness)
+            run = vmap_of(self.flat, which, info.randomness)
 
             def step(constants: Tensors, carry: Tensors, row: Tensors) -> Any:
                 results, reached = run([*constants, *carry, *row])

@@ -116,7 +116,6 @@ class While(Transformable):
             batched = functools.partial(
                 vmap_of,
                 which=which,
-                size=size,
                 randomness=info.randomness,
                 parts=self.name if differs else None,
             )

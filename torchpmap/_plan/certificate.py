@@ -23,18 +23,11 @@ from typing import Any, Literal
 from torch.fx import Graph, Node
 
 from torchpmap._base.errors import size_text
-from torchpmap._plan.collectives import (
-    Collective,
-    Inside,
-    Met,
-    collective,
-    met,
-    users_operations,
-)
+from torchpmap._plan.collectives import Collective, Inside, collective, users_operations
 from torchpmap._plan.cost import propagated
 from torchpmap._plan.plan import Plan
 from torchpmap._runtime.current import process_count
-from torchpmap._trace.graphs import SCAN, kind_of_node, placeholders
+from torchpmap._trace.graphs import SCAN, Met, kind_of_node, met, placeholders
 from torchpmap._trace.replication import along_lines, differing, index_values, parting
 
 Verdict = Literal["proved", "at run time", "wrong"]

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from torchpmap._base.torch_internals import OpOverload
 from torchpmap._collectives.backend import NAMESPACES, Pairs
 from torchpmap._layout.axis_stack import Partition
 from torchpmap._plan.plan import Plan
-from torchpmap._trace.graphs import SCAN, inner_graphs, kind_of_node
+from torchpmap._trace.graphs import PRINT, SCAN, Met, arguments, kind_of_node, nested
 from torchpmap._trace.repetition import place_of
 
 _KNOWN = frozenset({"aten", "prims", "torchpmap_random", "higher_order", *NAMESPACES})
-PRINT = "debug_print"
-"""An ordered print, for which devices send their lines to the first of them."""
 
 
 @dataclass(frozen=True)
@@ -80,53 +76,11 @@ class Collective:
         return tuple(x for group in self.groups for k, x in enumerate(group) if k not in fed)
 
 
-class Met(NamedTuple):
-    """A node that communicates in a group."""
-
-    node: Node
-    group: str
-    around: tuple[Node, ...]
-    """The loops and branches that it is in, the outermost first."""
-
-
-def operations(graph: Graph, around: tuple[Node, ...] = ()) -> Iterator[tuple[Node, Any]]:
-    """Every node of a graph and of the graphs inside it, in program order, with those around it."""
-    for node in graph.nodes:
-        yield node, around
-        for inner in inner_graphs(node):
-            yield from operations(inner, (*around, node))
-
-
-def met(graph: Graph) -> list[Met]:
-    """The nodes that communicate, once for each group."""
-    return [
-        Met(node, group, around) for node, around in operations(graph) for group in groups_of(node)
-    ]
-
-
-def groups_of(node: Node) -> list[str]:
-    target = node.target
-    if not isinstance(target, OpOverload) or target.namespace not in NAMESPACES:
-        return []
-    given = arguments(node)
-    if target._opname == PRINT:
-        return list(given["groups"])
-    last = target._schema.arguments[-1].name
-    return [str(given[last])] if last.startswith("group") else []
-
-
-def arguments(node: Node) -> dict[str, Any]:
-    """Of an operation of torch, by name."""
-    target: Any = node.target
-    names = [argument.name for argument in target._schema.arguments]
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
 def users_operations(graph: Graph) -> tuple[str, ...]:
     """The names of operations of the user's own."""
     names = {
         str(node.target).removesuffix(".default"): None  # "aten.mm.default"
-        for node, _ in operations(graph)
+        for node, _ in nested(graph)
         if getattr(node.target, "namespace", "aten") not in _KNOWN
     }
     return tuple(names)

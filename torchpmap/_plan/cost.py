@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,23 +14,23 @@ from torchpmap._base.errors import size_text
 from torchpmap._base.torch_internals import FakeTensorMode, LazyGraphModule
 from torchpmap._collectives.backend import c10d
 from torchpmap._plan.collectives import (
-    PRINT,
     Collective,
     bytes_of,
     collective,
-    met,
     name_of,
-    operations,
     users_operations,
 )
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.roofline import Machine, kept, moved_bytes
 from torchpmap._trace.graphs import (
     COND,
+    PRINT,
     SCAN,
     WHILE,
     copied,
     inner_graphs,
+    met,
+    nested,
     output_of,
     placeholders,
 )
@@ -107,10 +107,7 @@ def cost_of(plan: Plan, machine: Machine | None = None) -> Cost:
     again: list[int] = []
     with counter:
         graph = propagated(plan, counter.get_total_flops, again)
-    nodes = list(graph.nodes)
-    sizes = {node: bytes_of(node.meta.get("val")) for node in nodes}
-    inputs, output = set(placeholders(graph)), output_of(graph)
-    results = {_memory(node) for node in output.all_input_nodes}
+    inputs, returned = placeholders(graph), output_of(graph).all_input_nodes
     flops = counter.get_total_flops() + sum(again)
     collectives = tuple(collective(plan, x) for x in met(graph) if name_of(x.node) != PRINT)
     moved = moved_bytes(graph, is_fused=plan.definition.backend.is_inductor)
@@ -118,10 +115,10 @@ def cost_of(plan: Plan, machine: Machine | None = None) -> Cost:
     return Cost(
         flops,
         collectives,
-        sum(sizes[node] for node in inputs),
-        sum(sizes[node] for node in set(output.all_input_nodes)),
-        _peak(nodes, sizes, without=inputs | results),
-        _peak(nodes, sizes),
+        sum(map(_size, inputs)),
+        sum(map(_size, set(returned))),
+        _peak(graph, without={*inputs, *map(_memory, returned)}),
+        _peak(graph),
         _uncounted(graph),
         moved,
         None if machine is None else machine.seconds(flops, moved, collectives),
@@ -180,18 +177,13 @@ def propagated(
 
 def _device_of(graph: torch.fx.Graph) -> torch.device:
     """Where a graph makes tensors: its inputs are there, too."""
-    for node in graph.nodes:
-        device = node.kwargs.get("device")
-        if isinstance(device, torch.device) and device.type not in ("cpu", "meta"):
-            return device
-        for inner in inner_graphs(node):
-            if (device := _device_of(inner)).type != "cpu":
-                return device
-    return torch.device("cpu")
+    devices = (node.kwargs.get("device") for node, _ in nested(graph))
+    real = (x for x in devices if isinstance(x, torch.device) and x.type not in ("cpu", "meta"))
+    return next(real, torch.device("cpu"))
 
 
 def _uncounted(graph: torch.fx.Graph) -> tuple[str, ...]:
-    recurrent = (str(node.target) for node, _ in operations(graph))
+    recurrent = (str(node.target) for node, _ in nested(graph))
     found = (name.removesuffix(".default") for name in recurrent if _RECURRENT in name)
     return tuple(dict.fromkeys([*users_operations(graph), *found]))
 
@@ -234,12 +226,9 @@ def _memory(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-def _peak(
-    nodes: Sequence[torch.fx.Node],
-    sizes: Mapping[torch.fx.Node, int],
-    without: frozenset[torch.fx.Node] | set[torch.fx.Node] = frozenset(),
-) -> int:
+def _peak(graph: torch.fx.Graph, without: Collection[torch.fx.Node] = ()) -> int:
     """The most bytes that are alive at once, of all memory but that of ``without``."""
+    nodes = list(graph.nodes)
     last_use = {
         _memory(source): k for k, node in enumerate(nodes) for source in node.all_input_nodes
     }
@@ -250,14 +239,13 @@ def _peak(
     alive = peak = 0
     for k, node in enumerate(nodes):
         counts = node.op != "output" and _memory(node) is node and node not in without
-        alive += sizes[node] if counts else 0
-        peak = max(peak, alive + max(map(_peak_inside, inner_graphs(node)), default=0))
-        alive -= sum(sizes[done] for done in ends.get(k, []) if done not in without)
+        alive += _size(node) if counts else 0
+        # what a step of a loop, or a branch, reads is held by the graph around it
+        inside = (_peak(inner, set(placeholders(inner))) for inner in inner_graphs(node))
+        peak = max(peak, alive + max(inside, default=0))
+        alive -= sum(_size(done) for done in ends.get(k, []) if done not in without)
     return peak
 
 
-def _peak_inside(graph: torch.fx.Graph) -> int:
-    """Of a step of a loop or of a branch; what it reads is held by the graph around it."""
-    nodes = list(graph.nodes)
-    sizes = {node: bytes_of(node.meta.get("val")) for node in nodes}
-    return _peak(nodes, sizes, without=set(placeholders(graph)))
+def _size(node: torch.fx.Node) -> int:
+    return bytes_of(node.meta.get("val"))

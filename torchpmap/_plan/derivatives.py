@@ -30,7 +30,7 @@ from torchpmap._base.pytree import flatten, replaced
 from torchpmap._collectives.backend import widened
 from torchpmap._collectives.primitives import AllReduce, Scope, apply
 from torchpmap._collectives.varying import axes_of, set_axes
-from torchpmap._layout.axis_stack import Axis, joined
+from torchpmap._layout.axis_stack import Axis, bound_again, joined
 from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.lower import Body, Pair, Target, lower, lower_pair
@@ -256,7 +256,7 @@ class Differentiable(Function):
             for layout, batched in zip(self.layouts, which, strict=True)
         ]
         key = ("vmap", which, size)
-        derived = self._derive(key, self.mirrored, _Batched(self.body, which, size), layouts, ())
+        derived = self._derive(key, self.mirrored, _Batched(self.body, which), layouts, ())
         derived._batch_dims_in = tuple(map(operator.add, self._batch_dims_in, which))
         derived.batch_dims = lambda: tuple(
             map(operator.add, self.batch_dims(), derived.batched_outputs())
@@ -312,7 +312,10 @@ class Differentiable(Function):
             outcome = outcomes[-1]
             cuts = [cut for _, cut in outcome.outputs]
             cuts_in = [grid.cut_of(self.layouts[k]) for k in wanted]
-            with tracked() if times_tracked() > before else contextlib.nullcontext():
+            with (
+                tracked() if times_tracked() > before else contextlib.nullcontext(),
+                bound_again(outcome.bound),
+            ):
                 shares = [
                     _share(x, *outcome.outputs[k], outcome, grid, axis)
                     for k, x in zip(given, cotangents, strict=True)
@@ -352,10 +355,9 @@ class Differentiable(Function):
 class _Batched:
     """A body for a batch of values of the inputs ``which``."""
 
-    def __init__(self, body: Body, which: tuple[bool, ...], size: int) -> None:
+    def __init__(self, body: Body, which: tuple[bool, ...]) -> None:
         self._body = body
         self._which = which
-        self._size = size
         self.reached: tuple[bool, ...] | None = None
         """Whether each output is batched (known when it has run)."""
 
@@ -368,7 +370,7 @@ class _Batched:
 
         given = [x.movedim(-1, 0) if has else x for x, has in zip(blocks, self._which, strict=True)]
         # "same": keys have the batch dim if rows are to draw different numbers
-        results, reached = vmap_of(body, self._which, self._size, "same")(given)
+        results, reached = vmap_of(body, self._which, "same")(given)
         (outcome,) = outcomes
         count = len(outcome.outputs)
         self.reached = tuple(reached[:count])
@@ -390,7 +392,8 @@ def _outcome(
     blocks, cuts = tuple(x for x, _ in outputs), tuple(cut for _, cut in outputs)
     structure = flatten(list(range(len(outputs))))[1]
     checked = of.checked if checks else ()
-    return Outcome(structure, blocks, cuts, checks, checked, unbound=of.unbound, tracked=of.tracked)
+    known: dict[str, Any] = {"unbound": of.unbound, "tracked": of.tracked, "bound": of.bound}
+    return Outcome(structure, blocks, cuts, checks, checked, **known)
 
 
 def _share(

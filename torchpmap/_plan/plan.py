@@ -222,14 +222,15 @@ class Plan:
             captured: blocks instead of the tensors it closes over.
             give_up: see ``Runtime.execute``.
         """
-        if self.undefined and recording.ring is None:
+        ring = recording.ring
+        if self.undefined and ring is None:
             self.define()
         if self.captured:
             if captured is None:
                 captured = [each.handle() for each in self.captured]
             held[:0] = captured
-        if recording.ring is not None:
-            recording.ring.keep(self, held)
+        if ring is not None:
+            ring.keep(self, held)
             self.define()  # only now, so that a call that does not compile is kept
         team, definition = self.team, self.definition
         num_outputs = len(definition.outputs)

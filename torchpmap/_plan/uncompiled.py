@@ -28,7 +28,7 @@ from torchpmap._sharded.device_put import handles_of
 from torchpmap._trace import recording
 from torchpmap._trace.pickling import number_of, pickled_function
 from torchpmap._trace.program import Program, check_replicated, check_same_kinds
-from torchpmap.random._streams import draw_key, peek_key, uses_generator
+from torchpmap.random._streams import draw_key, no_stream, peek_key
 
 _serials = itertools.count(1)
 
@@ -102,7 +102,7 @@ class UncompiledPlan:
             if report.written is not None:
                 raise RuntimeError(report.written)
             if report.used_generator:
-                raise NotImplementedError(uses_generator(self.prefix))
+                raise NotImplementedError(no_stream(self.prefix))
         pairs = zip(self.grid.axis_devices, reports, strict=True)
         kinds = [(device, report.structure, report.results) for device, report in pairs]
         check_same_kinds(self.prefix, "devices", kinds)

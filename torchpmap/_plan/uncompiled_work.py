@@ -15,12 +15,12 @@ from torchpmap._base.data import not_ours
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.errors import lost_write
 from torchpmap._base.pytree import Structure
-from torchpmap._collectives import pbroadcast
-from torchpmap._layout.axis_stack import Axis, Partition, bind, joined, recording, subgroup_name
+from torchpmap._layout.axis_stack import Axis, Partition, recording, subgroup_name
 from torchpmap._layout.grid import Cut, dim_of
 from torchpmap._runtime.task import Rank
 from torchpmap._trace.agreement import Agreement
 from torchpmap._trace.program import Program
+from torchpmap._trace.replication import of_first
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class UncompiledReport:
     """The error for an in-place write to a tensor that is not an argument."""
 
     def as_data(self) -> list[Any]:
-        # a class of the script is another class in every process, so structures are sent as text
+        # a class of the script is another class in every process, so structures are sent as text,
+        # which no class of the user's writes
         return [str(self.structure), *(getattr(self, field.name) for field in fields(self)[1:])]
 
     def like(self, data: list[Any], name: str) -> UncompiledReport:
@@ -119,11 +120,8 @@ class UncompiledWork:
 
 def _of_first_device(block: torch.Tensor, cut: Cut, axes: Sequence[Axis | None]) -> torch.Tensor:
     """The block; along every axis where it is declared replicated, that of the first device."""
-    same = [a for k, a in enumerate(axes) if a is not None and dim_of(cut, k) is None]
-    for axis in joined(same):
-        with bind(axis):
-            block = pbroadcast(block.detach(), axis.name, 0)
-    return block
+    along = enumerate(axes)
+    return of_first(block, [a for k, a in along if a is not None and dim_of(cut, k) is None])
 
 
 def _written(captured: Sequence[torch.Tensor], before: Sequence[Contents]) -> str | None:

@@ -32,17 +32,21 @@ _MOST = 64
 """Longer sums are not followed."""
 
 
-def difference(a: torch.Tensor, b: torch.Tensor) -> int | None:
-    """``a - b``; None if it is not known.  Both are integers without dims."""
+def difference(a: torch.Tensor, b: torch.Tensor, most: int) -> int | None:
+    """``a - b``; None if it is not known, or if ``a`` may wrap around although ``b`` is between
+    ``-most`` and ``most``.  Both are integers without dims.
+    """
     mode = tracing_mode()
     if mode is None:
         return _difference_of_rows(a, b)
     met: set[Node] = set()
-    first, second = (_sum(_node(x, mode.tracer), _MOST, met) for x in (a, b))
+    dtype = a.dtype if a.dtype == b.dtype else torch.int64
+    first, second = (_sum(_node(x, mode.tracer), dtype, _MOST, met) for x in (a, b))
     if first is None or second is None:
         return None
     factors, number = _added(first, second, -1)
-    return None if any(factors.values()) or _are_written(met) else number
+    fits = abs(number) + most <= torch.iinfo(dtype).max
+    return None if not fits or any(factors.values()) or _are_written(met) else number
 
 
 def _difference_of_rows(a: torch.Tensor, b: torch.Tensor) -> int | None:
@@ -78,9 +82,9 @@ def _node(value: torch.Tensor, tracer: Any) -> Any:
     return value if node is None else node
 
 
-def _sum(value: Any, most: int, met: set[Node]) -> _Sum | None:
-    """A value as a sum; None if it is too long, or no integer.  Nodes that it follows are added to
-    ``met``.
+def _sum(value: Any, dtype: torch.dtype, most: int, met: set[Node]) -> _Sum | None:
+    """A value as a sum of numbers of a dtype; None if it is too long, or no integer.  Nodes that it
+    follows are added to ``met``.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return Counter(), value
@@ -89,14 +93,21 @@ def _sum(value: Any, most: int, met: set[Node]) -> _Sum | None:
     if not isinstance(value, Node) or not most or not _is_integer(value):
         return None
     met.add(value)
-    return _parts(value, most - 1, met) or (Counter({value: 1}), 0)
+    factors, number = _parts(value, most - 1, met) or (Counter({value: 1}), 0)
+    own = value.meta["val"].dtype
+    if own == dtype:
+        return factors, number
+    # numbers of a dtype wrap around, so that a sum that is cast is none of the cast numbers
+    return Counter({(dtype, own, frozenset(factors.items()), number): 1}), 0
 
 
 def _parts(node: Node, most: int, met: set[Node]) -> _Sum | None:
     """The sum that a node computes; None if it computes something else."""
     if node.target not in (*_SAME, *_ADDING, *_SUBTRACTED, _aten.mul.Tensor):
         return None
-    parts = [_sum(arg, most, met) for arg in node.args[:2]]
+    if len(node.args) > 2:  # rsub with a factor
+        return None
+    parts = [_sum(arg, node.meta["val"].dtype, most, met) for arg in node.args]
     first, second = parts[0], parts[-1]
     if first is None or second is None:
         return None

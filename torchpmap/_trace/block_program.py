@@ -41,7 +41,7 @@ from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
 from torchpmap._trace.capture import Exchange
 from torchpmap._trace.casts import is_tracked, tracked
 from torchpmap._trace.effects import difference
-from torchpmap._trace.environment import Environment
+from torchpmap._trace.environment import tensors_of
 from torchpmap._trace.program import Outcome, Program, join, split
 from torchpmap._trace.replication import Demand, is_same
 from torchpmap.random._streams import are_active, streams, within
@@ -349,9 +349,7 @@ def _captured(program: BlockProgram) -> list[torch.Tensor]:
     """
     if tracing_mode() is None:
         return []
-    environment = Environment(program.fun, quiet=True)
-    environment.refresh()
-    return [x for x in environment.tensors() if is_wrapped(x) or x.requires_grad]
+    return [x for x in tensors_of(program.fun) if is_wrapped(x) or x.requires_grad]
 
 
 def _own(
@@ -388,6 +386,7 @@ def _note(program: BlockProgram, outcome: Outcome, around: Surrounding) -> None:
     """Have it checked that results are the same along the axes that their specs do not mention."""
     for claim, check in zip(outcome.checked, outcome.checks, strict=True):
         worst = innermost(check).amax()  # of all rows: vmaps around this call end before the check
+        claim = f"{program.prefix}: {claim}"  # the error names the outermost map
         earlier = around.checks.get(claim)  # of another call
         around.checks[claim] = worst if earlier is None else torch.maximum(earlier, worst)
     if outcome.refuse is None or tracing_mode() is None:

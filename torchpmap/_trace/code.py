@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from torchpmap._trace.watched import Place
@@ -36,6 +35,8 @@ class Code(NamedTuple):
     """Of globals and closures that it stores to."""
     attributes: tuple[str, ...]
     """That it stores to."""
+    mentioned: tuple[str, ...]
+    """What may be attributes among its names and texts."""
     stores_items: bool
 
 
@@ -45,6 +46,7 @@ def code_facts(code: types.CodeType) -> Code:
     imported: dict[str, None] = {}
     names: dict[str, None] = {}
     attributes: dict[str, None] = {}
+    mentioned: dict[str, None] = dict.fromkeys(code.co_names)
     stores_items, before = False, ""
     for instruction in dis.get_instructions(code):
         kind = instruction.opname
@@ -69,18 +71,12 @@ def code_facts(code: types.CodeType) -> Code:
             imported |= dict.fromkeys(inner.modules)
             names |= dict.fromkeys(inner.names)
             attributes |= dict.fromkeys(inner.attributes)
+            mentioned |= dict.fromkeys(inner.mentioned)
             stores_items |= inner.stores_items
-    return Code(tuple(read), tuple(imported), tuple(names), tuple(attributes), stores_items)
-
-
-def names_of(code: types.CodeType) -> Iterable[str]:
-    """What may be attributes among the names and texts of the code and of functions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from names_of(constant)
         elif isinstance(constant, str):  # getattr(x, "name")
-            yield constant
+            mentioned[constant] = None
+    facts = tuple(read), tuple(imported), tuple(names), tuple(attributes), tuple(mentioned)
+    return Code(*facts, stores_items)
 
 
 class Stores:

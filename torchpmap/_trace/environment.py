@@ -39,14 +39,12 @@ class Environment:
         fun: Callable[..., Any],
         given: tuple[Any, ...] = (),
         *,
-        quiet: bool = False,
         by_name: tuple[type, ...] = (),
     ) -> None:
         """
         Args:
             given: arguments of which the function may read more than is compared; if there are any,
                 only what they lead to is watched.
-            quiet: another ``Environment`` of this function warns about unwatched objects.
             by_name: classes; see ``Walk``.
         """
         self._fun: Any = fun
@@ -60,7 +58,7 @@ class Environment:
         self._changed_meanwhile: str | None = None
         """The origin of what has changed during a trace."""
         self._num_unexplained = 0
-        self._has_warned = quiet
+        self._has_warned = False
 
     def refresh(self) -> None:
         """Note the present state."""
@@ -72,8 +70,9 @@ class Environment:
 
     def copy(self) -> Environment:
         """The same state, noted at the same time."""
-        other = Environment(self._fun, self._given, quiet=True, by_name=self._classes)
+        other = Environment(self._fun, self._given, by_name=self._classes)
         other._walk, other._watched, other._code = self._walk, self._watched, self._code
+        other._has_warned = True  # this one does
         return other
 
     @contextlib.contextmanager
@@ -195,11 +194,16 @@ def others_run() -> bool:
     return False
 
 
+def tensors_of(fun: Callable[..., Any]) -> list[torch.Tensor]:
+    """The tensors that a function can reach."""
+    walk = Walk()
+    walk.run(fun)
+    return walk.tensors
+
+
 def parameters(fun: Callable[..., Any]) -> list[torch.Tensor]:
     """The leaf tensors that a function can reach and that require grad."""
-    environment = Environment(fun)
-    environment.refresh()
-    leaves = [tensor for tensor in environment.tensors() if tensor.is_leaf and tensor.requires_grad]
+    leaves = [x for x in tensors_of(fun) if x.is_leaf and x.requires_grad]
     return list({id(leaf): leaf for leaf in leaves}.values())
 
 

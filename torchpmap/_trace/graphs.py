@@ -1,5 +1,5 @@
-"""What is asked of a graph: its nodes by their part, the memory of their values, what writes, and
-the graphs inside it: bodies of loops, and branches.
+"""What is asked of a graph: its nodes by their part, the memory of their values, what writes, what
+communicates, and the graphs inside it: bodies of loops, and branches.
 
 These are attributes of the module that owns the graph, and arguments of torch's operations
 ``scan``, ``while_loop`` and ``cond``:
@@ -11,7 +11,9 @@ These are attributes of the module that owns the graph, and arguments of torch's
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
@@ -24,11 +26,15 @@ from torchpmap._base.torch_internals import (
     tracing_mode,
     written_values,
 )
+from torchpmap._collectives.backend import NAMESPACES
 
 GRAPHS = "graphs"
 """In the ``meta`` of such a node: its graphs, for a graph that no module owns yet."""
 
 SCAN, WHILE, COND = "scan", "while_loop", "cond"
+
+PRINT = "debug_print"
+"""An ordered print, for which devices send their lines to the first of them."""
 
 
 class Closure:
@@ -102,6 +108,14 @@ def all_nodes(module: GraphModule) -> list[Node]:
     return [node for each in all_modules(module) for node in each.graph.nodes]
 
 
+def nested(graph: Graph, around: tuple[Node, ...] = ()) -> Iterator[tuple[Node, tuple[Node, ...]]]:
+    """Every node of a graph and of the graphs inside it, in program order, with those around it."""
+    for node in graph.nodes:
+        yield node, around
+        for inner in inner_graphs(node):
+            yield from nested(inner, (*around, node))
+
+
 def copied(graph: Graph) -> Graph:
     copy = Graph()
     copy.output(copy.graph_copy(graph, {}))
@@ -121,6 +135,19 @@ def copied_whole(module: GraphModule) -> GraphModule:
 
 def inner_graphs(node: Node) -> list[Graph]:
     return [module.graph for module in inner_modules(node)]
+
+
+@contextmanager
+def added(graph: Graph) -> Iterator[list[Node]]:
+    """The nodes that the block adds to a graph, once it has ended."""
+    root = graph._root
+    last, nodes = root.prev, list[Node]()
+    try:
+        yield nodes
+    finally:
+        while last.next is not root:
+            last = last.next
+            nodes.append(last)
 
 
 def placeholders(graph: Graph) -> list[Node]:
@@ -163,11 +190,7 @@ def shows(graph: Graph) -> bool:
     """Whether graphs inside a graph print or check: an operation in them has no result, or is a
     scan of such (_trace/compiled_loops).
     """
-    return any(
-        shows(inside) or any(map(_shows, inside.nodes))
-        for node in graph.nodes
-        for inside in inner_graphs(node)
-    )
+    return any(_shows(node) for node, around in nested(graph) if around)
 
 
 def _shows(node: Node) -> bool:
@@ -206,6 +229,38 @@ def compute(node: Node) -> None:
     args, kwargs = map_arg((node.args, node.kwargs), value_of)
     with outside_modes(), outside_transforms():
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+class Met(NamedTuple):
+    """A node that communicates in a group."""
+
+    node: Node
+    group: str
+    around: tuple[Node, ...]
+    """The loops and branches that it is in, the outermost first."""
+
+
+def met(graph: Graph) -> list[Met]:
+    """The nodes that communicate, once for each group."""
+    return [Met(node, group, around) for node, around in nested(graph) for group in groups_of(node)]
+
+
+def groups_of(node: Node) -> list[str]:
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace not in NAMESPACES:
+        return []
+    given = arguments(node)
+    if target._opname == PRINT:
+        return list(given["groups"])
+    last = target._schema.arguments[-1].name
+    return [str(given[last])] if last.startswith("group") else []
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """Of an operation of torch, by name."""
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def texts_in(node: Node) -> list[str]:

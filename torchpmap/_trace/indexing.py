@@ -14,7 +14,7 @@ import torch
 from torchpmap._base.torch_internals import fake_mode, is_vmap_wrapper, layers
 from torchpmap._trace.affine import difference
 from torchpmap._trace.traced_views import traced_views
-from torchpmap._trace.windows import Entries, Window, at, put, span, take
+from torchpmap._trace.windows import Entries, Window, at, consumed, in_part, put, span, take
 
 _GET, _SET = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 
@@ -29,7 +29,7 @@ def traced_indexing(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | No
         return None
     if func is _GET or func is _SET:
         key = _entries(given["key"])
-        if not any(_is_number(each) or _extent(each) is not None for each in key):
+        if not any(_is_number(each) or _is_traced(each) for each in key):
             return None
         return lambda: (_get if func is _GET else _set)(*args)
     dim, start = given.get("dim"), given.get("index", given.get("start"))
@@ -86,21 +86,17 @@ def _is_number(entry: Any) -> bool:
     )
 
 
-def _extent(entry: Any) -> int | None:
-    """The stop less the start of a slice whose start is a traced number; None if not known."""
-    if not isinstance(entry, slice) or not _is_number(entry.start) or not _is_number(entry.stop):
-        return None
+def _is_traced(entry: Any) -> bool:
+    """Whether it is a slice between traced numbers."""
+    return isinstance(entry, slice) and _is_number(entry.start) and _is_number(entry.stop)
+
+
+def _extent(entry: Any, size: int) -> int | None:
+    """The stop less the start of a slice between traced numbers, of a dim of this size; None if not
+    known.
+    """
     is_simple = entry.step is None or (isinstance(entry.step, int) and entry.step > 0)
-    return difference(entry.stop, entry.start) if is_simple else None
-
-
-def _consumed(entry: Any) -> int:
-    """How many dims an entry indexes."""
-    if entry is None or isinstance(entry, bool):
-        return 0
-    if isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8):
-        return entry.dim()
-    return 1
+    return difference(entry.stop, entry.start, size) if is_simple else None
 
 
 def _is_basic(entry: Any) -> bool:
@@ -113,21 +109,21 @@ def _is_basic(entry: Any) -> bool:
 def _with_windows(x: torch.Tensor, key: Any) -> Entries:
     """The entries, one for each dim, with windows for what is traced and slices for ``...``."""
     entries = list(_entries(key))
-    missing = x.dim() - sum(_consumed(entry) for entry in entries if entry is not Ellipsis)
+    missing = x.dim() - sum(consumed(entry) for entry in entries if entry is not Ellipsis)
     if missing < 0:
         raise IndexError(f"too many indices for tensor of dimension {x.dim()}")
     place = next((k for k, entry in enumerate(entries) if entry is Ellipsis), len(entries))
     entries[place : place + 1] = [slice(None)] * missing
     dim = 0
     for k, entry in enumerate(entries):
-        consumed, extent = _consumed(entry), _extent(entry)
+        extent = _extent(entry, x.shape[dim]) if _is_traced(entry) else None
         if _is_number(entry):
             entries[k] = at(entry, x.shape[dim])
         elif extent is not None:
             step = entry.step or 1
             length = max(0, -(-extent // step))
             entries[k] = span(entry.start, length, x.shape[dim], step=step, extent=extent)
-        dim += consumed
+        dim += consumed(entry)
     return tuple(entries)
 
 
@@ -138,24 +134,7 @@ def _view(x: torch.Tensor, entries: Entries, key: Any = None) -> torch.Tensor:
 
 def _get(x: torch.Tensor, key: Any) -> torch.Tensor:
     entries = _with_windows(x, key)
-    if all(map(_is_basic, entries)):
-        return _view(x, entries, key)
-    part, others = _in_part(x, entries)
-    return part[others]
-
-
-def _in_part(x: torch.Tensor, entries: Entries) -> tuple[torch.Tensor, Entries]:
-    """What the windows select, and the other entries as they index that."""
-    dim = 0
-    for entry in entries:
-        if isinstance(entry, Window):
-            x = x.index_select(dim, entry.positions)
-        dim += _consumed(entry)
-    others = tuple(
-        entry if not isinstance(entry, Window) else 0 if entry.is_number else slice(None)
-        for entry in entries
-    )
-    return x, others
+    return _view(x, entries, key) if all(map(_is_basic, entries)) else take(x, entries)
 
 
 def _set(x: torch.Tensor, key: Any, value: Any) -> None:
@@ -168,12 +147,12 @@ def _set(x: torch.Tensor, key: Any, value: Any) -> None:
     if all(map(_is_basic, entries)):
         put(x, entries, torch.as_tensor(value, dtype=x.dtype, device=x.device))
         return
-    part, others = _in_part(x, entries)
+    part, others = in_part(x, entries)
     part[others] = torch.as_tensor(value, dtype=x.dtype, device=x.device)
     whole: list[Any] = [slice(None)] * x.dim()
     dim = 0
     for entry in entries:
         if isinstance(entry, Window):
             whole[dim] = Window(entry.positions)
-        dim += _consumed(entry)
+        dim += consumed(entry)
     put(x, tuple(whole), part)

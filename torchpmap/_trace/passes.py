@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.errors import lost_write
-from torchpmap._base.torch_internals import (
-    OpOverload,
-)
+from torchpmap._base.torch_internals import OpOverload
 from torchpmap._collectives.backend import c10d
 from torchpmap._layout.axis_stack import is_of_one
 from torchpmap._trace.graphs import (
@@ -44,11 +42,7 @@ def refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch.
     """Raise for a gradient that the graph, now without dead code, no longer computes: it was
     neither returned nor used.
     """
-    alive = {
-        value.untyped_storage()._cdata
-        for node in graph.graph.nodes
-        if isinstance(value := node.meta.get("val"), torch.Tensor)
-    }
+    alive = set().union(*map(storages, graph.graph.nodes if leftover else ()))
     if any(grad.untyped_storage()._cdata not in alive for grad in leftover):
         raise RuntimeError(
             "the function calls .backward() and leaves a gradient on a captured parameter without "

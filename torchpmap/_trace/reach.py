@@ -20,7 +20,7 @@ import torch
 
 from torchpmap._base.contents import ArrayContents
 from torchpmap._base.sources import is_foreign
-from torchpmap._trace.code import Stores, code_facts, names_of
+from torchpmap._trace.code import Stores, code_facts
 from torchpmap._trace.watched import (
     Place,
     Watched,
@@ -245,14 +245,14 @@ class Walk:
                 self._watch(functools.partial(_cell, cell), place)
         self._add(defaults, origin)
         self._add(keywords, origin)
-        names = set(names_of(code))
+        facts = code_facts(code)
+        names = set(facts.mentioned)
         self.names |= names
         self.stores.add(code)
         self._owners.append((vars(function), {"__wrapped__", "registry"}, set(), origin))
         if is_foreign(_module_of(function)):  # a wrapper of torch's around a user's function
             return
         known = function.__globals__
-        facts = code_facts(code)
         for name in facts.modules:
             self._attributes(sys.modules.get(name), names, origin)
         # also those that are not there, as they may come to hide Python's; names that no code can

@@ -7,14 +7,15 @@ nothing, and costs the memory of its inputs.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from typing import Any, NamedTuple
 
 
 class Run(NamedTuple):
     number: int
-    """Of this call, counted from 1."""
+    """Of this call among those on its devices, counted from 1: equal in all their processes."""
     plan: Any
     held: tuple[Any, ...]
     """Handles of its inputs, in the order of the graph."""
@@ -27,10 +28,12 @@ class Ring:
         self.runs: deque[Run] = deque(maxlen=last)
         self.unrecorded: dict[str, str] = {}
         """Calls without a graph, and how they ran instead."""
-        self._numbers = itertools.count(1)  # threads never get the same one
+        # threads never get the same one
+        self._numbers = defaultdict[Any, Any](functools.partial(itertools.count, 1))
 
     def keep(self, plan: Any, held: list[Any]) -> None:
-        self.runs.append(Run(next(self._numbers), plan, tuple(held)))
+        number = next(self._numbers[plan.definition.ranks])
+        self.runs.append(Run(number, plan, tuple(held)))
 
 
 def lacks(call: str, how: str) -> None:

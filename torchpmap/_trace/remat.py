@@ -32,9 +32,16 @@ from torchpmap._base.torch_internals import (
     tracing_mode,
 )
 from torchpmap._base.torch_versions import checkpoint_bracket
-from torchpmap._trace.graphs import call, current_capture, drop_dead, placeholders
+from torchpmap._trace.graphs import (
+    added,
+    call,
+    current_capture,
+    drop_dead,
+    operations,
+    placeholders,
+)
 from torchpmap._trace.repetition import keep_places
-from torchpmap.random._streams import active_streams
+from torchpmap.random._streams import active_streams, repeated
 
 _aten = torch.ops.aten
 _SAVED = (
@@ -82,14 +89,14 @@ class Record:
         if node is None:
             yield
             return
-        with _made(graph) as made:
+        with added(graph) as made:
             yield
         self.backward |= dict.fromkeys(made, node._sequence_nr())
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
         """Record what is traced in the block as a region that is to be computed again."""
-        with _made(tracing_mode().tracer.graph) as made:
+        with added(tracing_mode().tracer.graph) as made:
             region = Region(made, next_node_number())
             (self._open[-1].inside if self._open else self.regions).append(region)
             self._open.append(region)
@@ -106,20 +113,6 @@ class Record:
         }
         for region in self.regions:
             region.follow(made)
-
-
-@contextlib.contextmanager
-def _made(graph: Graph) -> Iterator[list[Node]]:
-    """The nodes that the block adds to a graph."""
-    root = graph._root
-    last, nodes = root.prev, list[Node]()
-    try:
-        yield nodes
-    finally:
-        while last.next is not root:
-            last = last.next
-            if last.op == "call_function":
-                nodes.append(last)
 
 
 # torch 2.13 has no way to replace what a checkpoint does, and scripts import ``checkpoint`` by
@@ -152,7 +145,7 @@ def _bracket(own: Callable[..., Generator[None]], context_fn: Callable[[], Any])
 
     def contexts() -> Any:
         first, second = context_fn()
-        return first, _entered(streams.again(streams.draws), second)
+        return first, _entered(repeated(streams, streams.draws), second)
 
     return own(context_fn=contexts, debug=False)
 
@@ -204,7 +197,7 @@ def rematerialize(graph: GraphModule, record: Record, *, ordered: bool, split: b
     """
     if not record.regions:
         return set()
-    alive = set(graph.graph.nodes)
+    alive = set(operations(graph.graph))
     late = {node for node in record.backward if node in alive}
     for region in reversed(record.regions):
         _Again(graph, record, late, ordered, split).run(region, set(region.nodes) & alive)
@@ -361,7 +354,7 @@ class Following(torch.fx.Interpreter):
         self.made: dict[Node, list[Node]] = {}
 
     def run_node(self, n: Node) -> Any:
-        with _made(tracing_mode().tracer.graph) as self.made[n]:
+        with added(tracing_mode().tracer.graph) as self.made[n]:
             return super().run_node(n)
 
 

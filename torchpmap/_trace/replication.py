@@ -27,19 +27,20 @@ from torchpmap._base.torch_internals import (
     level_of,
 )
 from torchpmap._collectives import pbroadcast
-from torchpmap._collectives.backend import NAMESPACES, c10d
+from torchpmap._collectives.backend import c10d
 from torchpmap._collectives.varying import is_by_element
 from torchpmap._layout.axis_stack import Axis, Partition, Parts, bind, joined, parted, peers
 from torchpmap._trace.graphs import (
     COND,
-    SCAN,
+    PRINT,
     WHILE,
+    Met,
     current_capture,
     inner_graphs,
     kind_of_node,
+    met,
     placeholders,
     results_of,
-    texts_in,
     written_by,
 )
 
@@ -126,7 +127,8 @@ def varying_nodes(
             continue
         if node.target in _CONSTANT:
             continue
-        flags = varying_results(node, varying, along)
+        inside = _inside(node, varying, along)
+        flags = None if inside is None else inside.results
         if flags is None and is_by_element(node.target):
             flags = [
                 any(x in varying or bases[x] in written for x in row) for row in _elements(node)
@@ -251,7 +253,8 @@ class Replication:
         """The outputs.  Blocks that must be the same but may differ are broadcast from the first
         device, or refused.
         """
-        for group in dict.fromkeys(_groups_inside(self._graph)):
+        inside = (each.group for node in self._graph.nodes for each in _met_in(node))
+        for group in dict.fromkeys(inside):
             if group in self._groups:
                 lines = self._groups[group]
                 varying = self._varying_along(lines)
@@ -301,8 +304,12 @@ def is_same(value: torch.Tensor, parts: Parts) -> bool:
 def _settle(demand: Demand, differing: Sequence[Axis]) -> torch.Tensor:
     if differing and demand.refuse is not None:
         raise demand.refuse([axis.name for axis in differing])
-    block = demand.block
-    for axis in joined(differing):
+    return of_first(demand.block, differing)
+
+
+def of_first(block: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
+    """The block of the first device along some axes."""
+    for axis in joined(axes):
         with bind(axis):
             block = pbroadcast(block.detach(), axis.name, 0)
     return block
@@ -325,69 +332,40 @@ def _is_within(lines: Partition, parts: Partition) -> bool:
 
 # -- loops and branches ----------------------------------------------------------------------------
 
-# A value inside a loop may differ between devices if the value that it starts from may, or what the
-# step before made of it: so loops are looked at until nothing changes.
+
+class _Inside(NamedTuple):
+    """What may differ between devices in a loop or branch."""
+
+    inputs: list[bool]
+    """Of each graph in it."""
+    results: list[bool]
+    parts: bool
+    """Whether devices may go through it in different ways."""
 
 
-def varying_results(node: Node, varying: Collection[Node], along: Along) -> Sequence[bool] | None:
-    """Which results of a loop or branch may differ between devices; None for any other node."""
-    kind = kind_of_node(node)
-    graphs = inner_graphs(node) if kind else []
-    if not graphs:
-        return None
-    if kind == COND:
-        if node.args[0] in varying:
-            return [True] * len(results_of(graphs[0]))
-        found = [_through(graph, _flags(node.args[3], varying), along) for graph in graphs]
-        return [a or b for a, b in zip(*found, strict=True)]
-    return _fixed_point(node, varying, along)[1]
+def _inside(node: Node, varying: Collection[Node], along: Along) -> _Inside | None:
+    """None for a node that is no loop or branch.
 
-
-def _entered(
-    node: Node, varying: Collection[Node], along: Along
-) -> Iterator[tuple[Graph, list[Node], bool]]:
-    """Of each graph inside: the inputs that may differ, and whether some devices may enter it while
-    others do not.
+    A value inside a loop may differ if the value that it starts from may, or what the step before
+    made of it: so a loop is looked at until nothing changes.
     """
     kind = kind_of_node(node)
     graphs = inner_graphs(node) if kind else []
     if not graphs:
-        return
-    if kind == COND:
-        for graph in graphs:
-            yield graph, _marked(graph, _flags(node.args[3], varying)), node.args[0] in varying
-        return
-    inputs = _inputs(node, _fixed_point(node, varying, along)[0], varying)
-    differs = kind == WHILE and _through(graphs[0], inputs, along)[0]
-    for graph in graphs:
-        yield graph, _marked(graph, inputs), differs
-
-
-def _fixed_point(
-    node: Node, varying: Collection[Node], along: Along
-) -> tuple[list[bool], list[bool]]:
-    """(which carries may differ in some step, which results may)"""
-    kind, graphs = kind_of_node(node), inner_graphs(node)
-    first: Any = node.args[1] if kind == SCAN else node.args[2]
-    carry = _flags(first, varying)
+        return None
+    operands: list[Any] = [x for x in node.args if isinstance(x, list | tuple)]
+    inputs = [x in varying for each in operands for x in each]
+    bodies, count = (graphs, 0) if kind == COND else (graphs[-1:], len(operands[0]))
+    parts = kind == COND and node.args[0] in varying
     while True:
-        inputs = _inputs(node, carry, varying)
-        results = _through(graphs[-1], inputs, along)
-        grown = [a or b for a, b in zip(carry, results[: len(carry)], strict=True)]
-        if kind == WHILE and _through(graphs[0], inputs, along)[0]:
-            grown = [True] * len(carry)  # devices stop after different numbers of steps
-        if grown == carry:
-            return carry, [*carry, *results[len(carry) :]]
-        carry = grown
-
-
-def _inputs(node: Node, carry: list[bool], varying: Collection[Node]) -> list[bool]:
-    rest: Any = node.args[2:] if kind_of_node(node) == SCAN else node.args[3:]
-    return [*carry, *(flag for each in rest for flag in _flags(each, varying))]
-
-
-def _flags(nodes: Any, varying: Collection[Node]) -> list[bool]:
-    return [node in varying for node in nodes]
+        if kind == WHILE:  # devices may stop after different numbers of steps
+            (parts,) = _through(graphs[0], inputs, along)
+        found = zip(*(_through(body, inputs, along) for body in bodies), strict=True)
+        results = [parts or any(flags) for flags in found]
+        carry = [a or b for a, b in zip(inputs[:count], results[:count], strict=True)]
+        if carry == inputs[:count]:
+            return _Inside(inputs, [*carry, *results[count:]], parts)
+        inputs[:count] = carry
 
 
 def _marked(graph: Graph, flags: Sequence[bool]) -> list[Node]:
@@ -404,37 +382,32 @@ def _refuse_deadlocks(graph: Graph, group: str, varying: Collection[Node], along
     steps of a loop, that contains a collective of theirs.
     """
     for node in parting(graph, varying, along):
-        targets = [target for name, target in _communicating(node) if name == group]
+        targets = [each.node.target for each in _met_in(node) if each.group == group]
         if targets:
             axes = [name for name, other in node.meta.get("axes", ()) if other == group]
             axes += [name for name, _ in node.meta.get("axes", ())]
             line = node.meta.get("line", "")
             name = node.meta.get("called", str(node.target))
             axis = repr(axes[0] if axes else group)
-            prints = all(getattr(target, "_opname", "") == "debug_print" for target in targets)
+            prints = all(getattr(target, "_opname", "") == PRINT for target in targets)
             told = parted(name, axis if axis != "None" else "None (without a name)", prints=prints)
             raise ValueError(f"at {line}: {told}")
 
 
-def _groups_inside(graph: Graph) -> Iterator[str]:
-    for node in graph.nodes:
-        yield from (group for group, _ in _communicating(node))
-
-
-def _communicating(node: Node) -> Iterator[tuple[str, Any]]:
-    """The groups of the operations inside a loop or branch that communicate, and these."""
-    for graph in inner_graphs(node):
-        for other in graph.nodes:
-            if getattr(other.target, "namespace", "") in NAMESPACES:
-                for text in texts_in(other):
-                    yield text, other.target
-            yield from _communicating(other)
+def _met_in(node: Node) -> list[Met]:
+    """What communicates in a loop or branch."""
+    return [each for inner in inner_graphs(node) for each in met(inner)]
 
 
 def parting(graph: Graph, varying: Collection[Node], along: Along) -> Iterator[Node]:
     """The loops and branches that devices may go through in different ways, at any depth."""
     for node in graph.nodes:
-        for inner, inputs, differs in _entered(node, varying, along):
-            if differs:
-                yield node
-            yield from parting(inner, varying_nodes(inner, inputs, along), along)
+        inside = _inside(node, varying, along)
+        if inside is None:
+            continue
+        if inside.parts:
+            yield node
+        for inner in inner_graphs(node):
+            yield from parting(
+                inner, varying_nodes(inner, _marked(inner, inside.inputs), along), along
+            )

@@ -17,6 +17,7 @@ import torch
 from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import FakeTensor
 from torchpmap._trace.environment import others_run
+from torchpmap._trace.reach import dict_of
 
 _DEPTH = 5
 """Of containers in attributes: ``optimizer.state[p]["exp_avg"]`` is one of 3."""
@@ -59,7 +60,7 @@ class Snapshot:
         self._places.append((owner, name, _read(owner, name)))
 
     def _add(self, value: Any, depth: int) -> None:
-        table = value if isinstance(value, _TABLES) else _attributes(value)
+        table = value if isinstance(value, _TABLES) else dict_of(value)
         if table is None or id(table) in self._tables:
             return
         copy = dict(_own(table).items(table)) if isinstance(table, dict) else list(table)
@@ -106,14 +107,6 @@ def _own(table: dict[Any, Any]) -> Any:
     its entries only when it is asked for them, as transformers' tables do.
     """
     return OrderedDict if isinstance(table, OrderedDict) else dict
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    try:
-        table = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-    return table if type(table) is dict else None
 
 
 def _slots(value: Any) -> Iterator[str]:
@@ -181,5 +174,5 @@ def _has_traced(value: Any, depth: int = 8) -> bool:
         return any(_has_traced(item, depth - 1) for item in _items(value))
     if is_foreign(type(value).__module__):
         return False
-    inside = [*(_attributes(value) or {}).values(), *(_read(value, x) for x in _slots(value))]
+    inside = [*(dict_of(value) or {}).values(), *(_read(value, x) for x in _slots(value))]
     return any(_has_traced(item, depth - 1) for item in inside)

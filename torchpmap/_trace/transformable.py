@@ -200,7 +200,7 @@ def jvp_of(
 
 
 def vmap_of(
-    body: Body, which: Sequence[bool], size: int, randomness: str, parts: str | None = None
+    body: Body, which: Sequence[bool], randomness: str, parts: str | None = None
 ) -> Callable[[Tensors], tuple[list[torch.Tensor], list[bool]]]:
     """The body for a batch of the tensors ``which``, along dim 0: its results, and which of them
     are batched.

@@ -60,16 +60,31 @@ def span(
     return Window(place.reshape(1) + steps)
 
 
-def take(x: torch.Tensor, entries: Entries) -> torch.Tensor:
-    """The part of ``x``: a copy."""
-    rest = list(entries)
+def consumed(entry: Any) -> int:
+    """How many dims an entry of ``[]`` indexes."""
+    if entry is None or isinstance(entry, bool):
+        return 0
+    if isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8):
+        return entry.dim()
+    return 1
+
+
+def in_part(x: torch.Tensor, entries: Entries) -> tuple[torch.Tensor, Entries]:
+    """What the windows select, and the other entries as they index that."""
+    others = list(entries)
     dim = 0
     for k, entry in enumerate(entries):
         if isinstance(entry, Window):
             x = x.index_select(dim, entry.positions)
-            rest[k] = 0 if entry.is_number else slice(None)
-        dim += entry is not None
-    return x[tuple(rest)]
+            others[k] = 0 if entry.is_number else slice(None)
+        dim += consumed(entry)
+    return x, tuple(others)
+
+
+def take(x: torch.Tensor, entries: Entries) -> torch.Tensor:
+    """The part of ``x``: a copy."""
+    part, others = in_part(x, entries)
+    return part[others]
 
 
 def put(x: torch.Tensor, entries: Entries, value: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from torchpmap._plan.plan import Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import check_open, host_tensor
-from torchpmap._trace.environment import Environment, Surroundings
+from torchpmap._trace.environment import Environment, Surroundings, tensors_of
 from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Program
 from torchpmap._trace.repetition import unrolled
@@ -205,11 +205,7 @@ class Preparation(Generic[_Call]):
         """Ids of the tensors that the function can reach, if transforms trace the call; else
         empty.
         """
-        if not is_transformed():
-            return frozenset()
-        environment = Environment(self._fun)
-        environment.refresh()
-        return frozenset(map(id, environment.tensors()))
+        return frozenset(map(id, tensors_of(self._fun)) if is_transformed() else ())
 
     def _make_plan(
         self,
@@ -269,7 +265,10 @@ def _kind(leaf: Any) -> str:
     if leaf is None:
         return "None"
     if isinstance(leaf, Static):
-        return f"the static value {leaf.value!r}"
+        try:
+            return f"the static value {leaf.value!r}"
+        except Exception:  # code of the user's, which no call needs
+            return f"the static value {reprlib.repr(leaf.value)}"
     shape, dtype = shape_and_dtype(leaf)
     return kind_of(shape, dtype)
 

@@ -25,10 +25,9 @@ from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import CheckpointError, warn
 from torchpmap._runtime import current
 from torchpmap.checkpoint._folder import Folder, OtherFormat
-from torchpmap.checkpoint._load import load_tree
+from torchpmap.checkpoint._load import ShapeDtypeStruct, load_tree
 from torchpmap.checkpoint._save import begin
 from torchpmap.checkpoint._table import Table
-from torchpmap.checkpoint._tree import ShapeDtypeStruct
 
 __all__ = ["Saving", "ShapeDtypeStruct", "latest", "load", "save"]
 
@@ -41,7 +40,8 @@ class Saving:
     def __init__(self, path: Path, write: Callable[[], None]) -> None:
         self._path = path
         self._error: Exception | None = None
-        self._is_known = False
+        self._unseen: Exception | None = None
+        """The error until a caller gets it."""
         # not a daemon: the script waits for it at its end
         self._thread = threading.Thread(target=self._run, args=[write], name="torchpmap-checkpoint")
         self._thread.start()
@@ -50,7 +50,7 @@ class Saving:
         try:
             write()
         except Exception as error:
-            self._error = error
+            self._error = self._unseen = error
 
     def done(self) -> bool:
         """Whether the save has ended, complete or failed."""
@@ -64,7 +64,7 @@ class Saving:
             CheckpointError: it could not be written; an earlier one at the path is unchanged.
         """
         self._thread.join()
-        self._is_known = True
+        self._unseen = None
         if self._error is not None:
             raise self._error
 
@@ -74,16 +74,6 @@ class Saving:
 
 
 _saving: Saving | None = None  # the last one
-
-
-def _finish_previous() -> None:
-    """Wait for the save in progress; raise its error unless a caller has seen it."""
-    if _saving is not None:
-        was_known, _saving._is_known = _saving._is_known, True
-        _saving._thread.join()
-        if _saving._error is not None and not was_known:
-            _saving._error.add_note("in an asynchronous save before this one")
-            raise _saving._error
 
 
 def _wait_for_previous() -> None:
@@ -96,8 +86,8 @@ current.unfinished.append(_wait_for_previous)
 
 
 def _report_at_exit() -> None:
-    if _saving is not None and _saving._error is not None and not _saving._is_known:
-        print(f"torchpmap: {_saving._error}", file=sys.stderr)
+    if _saving is not None and _saving._unseen is not None:
+        print(f"torchpmap: {_saving._unseen}", file=sys.stderr)
 
 
 # -- saving ----------------------------------------------------------------------------------------
@@ -143,7 +133,10 @@ def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | N
     """
     global _saving
     current.refuse_inside("checkpoint.save")
-    _finish_previous()
+    _wait_for_previous()
+    if _saving is not None and _saving._unseen is not None:
+        _saving._unseen.add_note("in an asynchronous save before this one")
+        _saving.wait()
     finish = begin(path, tree)
     if _saving is None:
         atexit.register(_report_at_exit)

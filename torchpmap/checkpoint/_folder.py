@@ -31,6 +31,12 @@ _DCP_TABLE = ".metadata"
 _MAX_TABLE_BYTES = 2**28
 """Enough for a million blocks."""
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
+HOST = -1
+"""The controller of worker processes, as a writer; with several controllers, rank 0."""
+
+
+def file_of(writer: int) -> str:
+    return "host.safetensors" if writer == HOST else f"rank_{writer}.safetensors"
 
 
 class OtherFormat(CheckpointError):
@@ -39,18 +45,19 @@ class OtherFormat(CheckpointError):
 
 def other_format(folder: Path, version: Any) -> OtherFormat:
     """The error for a checkpoint in another version of the format; 1 is that of torchpmap 0.1."""
-    if version != 1:
-        return OtherFormat(
-            f"the checkpoint {folder} is in version {version!r:.50} of the format, which this "
-            "release of torchpmap does not know. Use the one that wrote it."
-        )
-    return OtherFormat(
-        f"the checkpoint {folder} is in the format of torch.distributed.checkpoint, which "
-        "torchpmap 0.1 was the last release to write and read. Convert it once, in a process that "
-        "trusts it: load it with torchpmap 0.1 (or with torch.distributed.checkpoint) and write "
-        "the tree with torch.save; then read that with torch.load and save it with this release. "
-        "See docs/checkpoint.md."
+    which = (
+        f"version {version!r:.50} of the format, which this release of torchpmap does not know. "
+        "Use the one that wrote it."
     )
+    if version == 1:
+        which = (
+            "the format of torch.distributed.checkpoint, which torchpmap 0.1 was the last release "
+            "to write and read. Convert it once, in a process that trusts it: load it with "
+            "torchpmap 0.1 (or with torch.distributed.checkpoint) and write the tree with "
+            "torch.save; then read that with torch.load and save it with this release. See "
+            "docs/checkpoint.md."
+        )
+    return OtherFormat(f"the checkpoint {folder} is in {which}")
 
 
 def broken(folder: Path, what: str) -> CheckpointError:
@@ -135,7 +142,10 @@ class Folder:
         Raises:
             FileExistsError: there is something else of this name.
         """
-        if self.path.exists() and not self._is_replaceable():
+        is_ours = self.path.is_dir() and (
+            (self.path / TABLE).exists() or not any(self.path.iterdir())
+        )
+        if self.path.exists() and not is_ours:
             raise FileExistsError(
                 f"torchpmap.checkpoint.save: {self.path} exists and is no checkpoint, so it is not "
                 "replaced. Choose another name, or remove it."
@@ -146,9 +156,6 @@ class Folder:
         for left in (self.replaced, self.growing):
             _remove(left)
         self.growing.mkdir(_FOLDER_MODE)
-
-    def _is_replaceable(self) -> bool:
-        return self.path.is_dir() and ((self.path / TABLE).exists() or not any(self.path.iterdir()))
 
     def discard(self) -> None:
         """Remove what was written so far."""

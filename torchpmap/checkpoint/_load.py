@@ -3,29 +3,75 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from torchpmap._base.errors import CheckpointError
+from torchpmap._base.errors import CheckpointError, kind_of
 from torchpmap._layout.layout import Layout, general_layout
+from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import check_devices, is_launched, process_index
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._runtime.everywhere import run_on
+from torchpmap._runtime.task import Rank
 from torchpmap._sharded.global_view import over_processes
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap.checkpoint._blocks import Files, Sizes
 from torchpmap.checkpoint._folder import Folder
 from torchpmap.checkpoint._peers import Peers
-from torchpmap.checkpoint._save import origins
-from torchpmap.checkpoint._table import Row, Table, describe
-from torchpmap.checkpoint._tree import ARRAYS, Leaf, ShapeDtypeStruct, leaf_kind, leaves_of, rebuilt
-from torchpmap.checkpoint._workers import NAME, Restore
+from torchpmap.checkpoint._save import NAME
+from torchpmap.checkpoint._table import (
+    ARRAYS,
+    Leaf,
+    Row,
+    Table,
+    leaf_kind,
+    leaves_of,
+)
+
+
+@dataclass(frozen=True)
+class ShapeDtypeStruct:
+    """Shape, dtype and sharding of a value that does not exist yet, for ``load``.
+
+    Args:
+        shape: of the whole value.
+        dtype: a torch dtype.
+        sharding: where the value is placed; None: a CPU tensor.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> mesh = tp.make_mesh((4,), ("i",), devices=tp.devices())
+        >>> rows = tp.NamedSharding(mesh, tp.P("i"))
+        >>> tp.checkpoint.ShapeDtypeStruct((8, 3), torch.float32, rows).sharding.spec
+        PartitionSpec('i',)
+
+    Source: ``jax.ShapeDtypeStruct``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharding: NamedSharding | None = None
+
+
+_Part = tuple[Row, tuple[slice, ...]]
+
+
+class _Wanted(NamedTuple):
+    """A leaf to load, and where to put it."""
+
+    row: Row
+    kind: str
+    """What it becomes on the host."""
+    like: Any = None
+    layout: Layout | None = None
+    """None: on the host."""
 
 
 def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
@@ -34,28 +80,22 @@ def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
     folder = Folder(path).find()
     leaves, structure = leaves_of(like, "like")
 
-    def read() -> tuple[Table, list[Wanted]]:
+    def read() -> tuple[Table, list[_Wanted]]:
         table = Table.of(folder)
         if like is None:
-            return table, []
+            return table, [_Wanted(row, row.kind) for row in table.rows.values()]
         _check_names(folder, table.rows, {leaf.key: leaf.path for leaf in leaves})
         return table, [_wanted(leaf, table.rows[leaf.key], folder) for leaf in leaves]
 
-    def values() -> Any:
-        if like is not None:
-            return structure.unflatten(_restore(wants, folder))
-        with Files(folder) as files:
-            return rebuilt(table.root, lambda key: _on_host(rows[key], files, rows[key].kind))
-
     table, wants = others.together(read)
-    rows = table.rows
     digests = others.exchange(table.digest)
     if len(set(digests)) > 1:
         raise CheckpointError(
             f"{others.what}: the processes see different checkpoints: {digests}, by rank. Give the "
             "same path everywhere, on a file system that all hosts share."
         )
-    return others.together(values)
+    values = others.together(lambda: _restore(wants, folder))
+    return (table.structure if like is None else structure).unflatten(values)
 
 
 def _check_names(folder: Path, rows: Mapping[str, Row], paths: dict[str, str]) -> None:
@@ -75,18 +115,14 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-Wanted = tuple[Leaf, Row, Layout | None]
-"""A leaf to load, and where to put it; no layout: on the host."""
-
-
-def _wanted(leaf: Leaf, row: Row, folder: Path) -> Wanted:
+def _wanted(leaf: Leaf, row: Row, folder: Path) -> _Wanted:
     """Check a leaf of the tree to fill against what is in the checkpoint.
 
     Raises:
         ValueError: shape, dtype or kind differ.
         TypeError: the leaf is of a kind that is not saved.
     """
-    like, layout = leaf.value, _layout_of(leaf)
+    like, layout, kind = leaf.value, _layout_of(leaf), "tensor"
     dtype: torch.dtype | None = None
     shape: Sizes = ()
     if layout is not None:
@@ -94,18 +130,22 @@ def _wanted(leaf: Leaf, row: Row, folder: Path) -> Wanted:
         dtype, shape = layout.dtype, over_processes(layout).shape
     elif isinstance(like, ShapeDtypeStruct):
         dtype, shape = like.dtype, tuple(like.shape)
-    elif leaf_kind(leaf) in ARRAYS:
+    elif (kind := leaf_kind(leaf)) in ARRAYS:
         value = like if isinstance(like, torch.Tensor) else host_tensor(like)
         dtype, shape = value.dtype, tuple(value.shape)
-    asked = describe(type(like).__name__, dtype, shape)
-    stored = describe(row.kind, row.dtype, row.shape)
+    asked = _described(type(like).__name__, dtype, shape)
+    stored = _described(row.kind, row.dtype, row.shape)
     if asked != stored:
         raise ValueError(
             f"torchpmap.checkpoint.load: {leaf.path} is {asked}, but {leaf.key!r} in the "
             f"checkpoint {folder} is {stored}. Give a tree of the shapes and dtypes that were "
             "saved (load without like= shows them), and convert what comes back."
         )
-    return leaf, row, layout
+    return _Wanted(row, kind, like, layout)
+
+
+def _described(kind: str, dtype: torch.dtype | None, shape: Sizes) -> str:
+    return f"a Python {kind}" if dtype is None else kind_of(shape, dtype)
 
 
 def _layout_of(leaf: Leaf) -> Layout | None:
@@ -121,41 +161,27 @@ def _layout_of(leaf: Leaf) -> Layout | None:
         raise
 
 
-def _restore(wants: Sequence[Wanted], folder: Path) -> list[Any]:
+def _restore(wants: Sequence[_Wanted], folder: Path) -> list[Any]:
     """Read the leaves; the tree to fill is not changed.
 
     Raises:
         CheckpointError: a block is damaged.
     """
-    values: dict[str, Any] = {}
-    by_team: dict[Sizes, list[tuple[Leaf, Row, Layout]]] = {}
+    values: list[Any] = []
+    by_team: dict[Sizes, list[tuple[int, Row, Layout]]] = {}
     with Files(folder) as files:
-        for leaf, row, layout in wants:
-            if layout is None:
-                is_struct = isinstance(leaf.value, ShapeDtypeStruct)
-                value = _on_host(row, files, "tensor" if is_struct else leaf_kind(leaf))
-                values[leaf.key] = _as_given(value, leaf.value)
-            else:
-                by_team.setdefault(layout.ranks, []).append((leaf, row, layout))
-        for ranks, group in by_team.items():
-            handles = _on_devices(ranks, [(row, layout) for _, row, layout in group], folder)
-            for (leaf, _, layout), handle in zip(group, handles, strict=True):
-                values[leaf.key] = _as_given(make_sharded(layout, handle), leaf.value)
-    return [values[leaf.key] for leaf, *_ in wants]
+        for place, (row, kind, _, layout) in enumerate(wants):
+            values.append(_on_host(row, kind, files) if layout is None else None)
+            if layout is not None:
+                by_team.setdefault(layout.ranks, []).append((place, row, layout))
+    for ranks, group in by_team.items():
+        handles = _on_devices(ranks, group, folder)
+        for (place, _, layout), handle in zip(group, handles, strict=True):
+            values[place] = make_sharded(layout, handle)
+    return [_as_given(value, want.like) for value, want in zip(values, wants, strict=True)]
 
 
-def _on_devices(ranks: Sizes, wants: Sequence[tuple[Row, Layout]], folder: Path) -> list[Handle]:
-    places = [(origins(over_processes(layout)), layout.block_shape) for _, layout in wants]
-    extents = {rank: [(where[rank], shape) for where, shape in places] for rank in ranks}
-    work = Restore(folder, [row for row, _ in wants], extents)
-    team, here = current_runtime().team(ranks), process_index()
-    if not is_launched():
-        return run_on(team, NAME, work)[1]
-    blocks = work.blocks(here) if here in ranks else [torch.empty(0, device="cpu")] * len(wants)
-    return [team.runtime.put(team, [block] * len(ranks)) for block in blocks]
-
-
-def _on_host(row: Row, files: Files, kind: str) -> Any:
+def _on_host(row: Row, kind: str, files: Files) -> Any:
     """A value on the host, as a leaf of a kind; a Python value as it is."""
     if row.dtype is None:
         return row.value
@@ -163,6 +189,42 @@ def _on_host(row: Row, files: Files, kind: str) -> Any:
     if kind == "tensor":
         return value
     return value.numpy() if kind == "ndarray" else value.numpy()[()]
+
+
+def _on_devices(
+    ranks: Sizes, wants: Sequence[tuple[int, Row, Layout]], folder: Path
+) -> list[Handle]:
+    parts: dict[int, list[_Part]] = {rank: [] for rank in ranks}
+    for _, row, layout in wants:
+        whole = over_processes(layout)
+        for rank, index in zip(whole.ranks, whole.slices, strict=True):
+            if rank in parts:
+                parts[rank].append((row, index))
+    work, team, here = Restore(folder, parts), current_runtime().team(ranks), process_index()
+    if not is_launched():
+        return run_on(team, NAME, work)[1]
+    blocks = work.blocks(here) if here in ranks else [torch.empty(0, device="cpu")] * len(wants)
+    return [team.runtime.put(team, [block] * len(ranks)) for block in blocks]
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Read blocks from files; they become values of the device."""
+
+    folder: Path
+    parts: Mapping[int, Sequence[_Part]]
+    """By rank, what it reads."""
+
+    def blocks(self, rank: int) -> Iterator[torch.Tensor]:
+        with Files(self.folder) as files:
+            for row, index in self.parts[rank]:
+                yield row.read(files, index)
+
+    def run(
+        self, rank: Rank, given: None, blocks: Sequence[torch.Tensor]
+    ) -> tuple[None, list[torch.Tensor]]:
+        mine = self.blocks(rank.ranks[int(rank.index)])
+        return None, [block.to(rank.index.device) for block in mine]
 
 
 def _as_given(value: Any, like: Any) -> Any:

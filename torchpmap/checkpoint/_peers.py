@@ -1,20 +1,28 @@
-"""The other controllers that take part in a checkpoint; a controller of workers has none.
+"""The others that take part in a checkpoint: controllers of a job, or workers of this one.
 
-They exchange data through the store of the job (see ``Rendezvous``): a collective in the background
-thread that saves would mix with collectives of the main script.
+Controllers exchange data through the store of the job (see ``Rendezvous``): a collective in the
+background thread that saves would mix with collectives of the main script.  Workers answer through
+pipes: if one dies, its pipe ends.  Only data goes through both.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from multiprocessing import util
+from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
+from torchpmap._base.config import config
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.deadline import Deadline
-from torchpmap._base.errors import CallTimeout, CheckpointError
+from torchpmap._base.errors import CallTimeout, CheckpointError, PmapError
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.current import job_runtime, process_count, process_index
+from torchpmap.checkpoint._folder import file_of
 
 _T = TypeVar("_T")
 
@@ -32,7 +40,6 @@ class Peers:
             # each save and load exchanges something, so no other has this number
             number = self._rendezvous.turn_of(range(self.size))
             self._keys = [f"checkpoint/{number}/{rank}" for rank in range(self.size)]
-            self._answer = f"checkpoint/{number}/answer"
 
     def exchange(self, mine: Any) -> list[Any]:
         """The data of all processes, by rank; must be called in the main script."""
@@ -66,7 +73,7 @@ class Peers:
         if self.size == 1:
             work([mine])
             return
-        store, mine_at = self._rendezvous.store, self._keys[self.rank]
+        store, mine_at, answer = self._rendezvous.store, self._keys[self.rank], self._keys[0] + "!"
         store.set(mine_at, packed(mine))
         failure: str | None = "rank 0 was interrupted"
         try:
@@ -74,13 +81,13 @@ class Peers:
                 work(self._wait(self._keys))
                 failure = None
             else:
-                (failure,) = self._wait([self._answer])
+                (failure,) = self._wait([answer])
         except Exception as error:
             failure = str(error)
             raise
         finally:
             if self.rank == 0:
-                store.set(self._answer, packed(failure))  # it stays: few bytes
+                store.set(answer, packed(failure))  # it stays: few bytes
             store.delete_key(mine_at)
         if failure is not None:
             raise CheckpointError(failure)
@@ -97,3 +104,39 @@ class Peers:
             f"{self.what}: the other processes did not write their parts within "
             f"torchpmap.config.timeout ({patience:g} s)."
         )
+
+
+class Pipes(ExitStack):
+    """The controller's ends of the pipes from the workers that write, for one save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = ""
+        """Of the pipes, without the ranks of the writers."""
+        self._ends: dict[int, int] = {}
+
+    def open(self, writers: Iterable[int]) -> None:
+        # in a folder that only this user can enter, and that is made when it is needed
+        self.path = f"{util.get_temp_dir()}/checkpoint-{secrets.token_hex(8)}-"
+        for writer in writers:
+            name = f"{self.path}{writer}"
+            os.mkfifo(name, 0o600)
+            self.callback(os.unlink, name)
+            self._ends[writer] = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            self.callback(os.close, self._ends[writer])
+
+    def answers(self) -> dict[int, Any]:
+        """What the writers, which have opened their ends, answer; a text says what went wrong."""
+        limit_s = config.snapshot().patience
+        deadline, answers = Deadline(limit_s), dict[int, Any]()
+        for writer, end in self._ends.items():
+            data = b""
+            while wait([end], deadline.left()) and (part := os.read(end, 2**16)):
+                data += part
+            try:
+                answers |= unpacked(data)
+            except PmapError:
+                late = f"was not done within torchpmap.config.timeout ({limit_s:g} s)"
+                what = late if deadline.passed else "has ended"
+                answers[writer] = f"the worker that writes {file_of(writer)} {what}"
+        return answers

@@ -1,148 +1,150 @@
-"""A save: agree on what each rank writes, copy it, and write it in a thread.
+"""A save: agree on what each rank writes, copy it, and write it in threads.
 
 Every process decides this for all ranks.  With several controllers, a process's row-sharded value
 is a part of a larger value: process r of n has rows r*k to (r+1)*k of n*k.  If several devices hold
 a block, the device that has least to write writes it.
+
+A worker copies its blocks in tasks, like calls with ``compile=False``, so they run after all
+earlier calls.  Its background thread writes them, and answers the controller:
+
+    controller                          worker k
+    Pipes, reads
+    Snapshot, one per team     ------>  copies its blocks
+    the last Snapshot          ------>  opens its pipe, starts the thread
+    answers()                  <------  what it wrote, or what went wrong
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import os
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from torchpmap._base.errors import CheckpointError, dtype_name
-from torchpmap._base.fingerprint import digest, shown
-from torchpmap._base.pytree import Node
-from torchpmap._layout.layout import Layout
+from torchpmap._base.data import packed
+from torchpmap._base.errors import CheckpointError, dtype_name, kind_of
+from torchpmap._base.pytree import Structure
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import is_launched, process_count, process_index
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._runtime.everywhere import run_on
+from torchpmap._runtime.task import Rank
 from torchpmap._sharded.device_put import block_until_ready
 from torchpmap._sharded.global_view import over_processes
 from torchpmap._sharded.tensor import ShardedTensor
-from torchpmap._sharded.transfer import fetch_blocks, host_tensor
-from torchpmap.checkpoint._blocks import RESERVED, Plan, Sizes, Written
-from torchpmap.checkpoint._folder import Folder
-from torchpmap.checkpoint._peers import Peers
-from torchpmap.checkpoint._table import describe, table_text
-from torchpmap.checkpoint._tree import VALUES, Leaf, Stored, leaf_kind, leaves_of, rebuilt
-from torchpmap.checkpoint._workers import HOST, NAME, Answers, Pipes, Snapshot, attempt, file_of
+from torchpmap._sharded.transfer import blocks_of, check_equal_everywhere, host_tensor
+from torchpmap.checkpoint._blocks import RESERVED, Plan, Sizes, write
+from torchpmap.checkpoint._folder import HOST, Folder, file_of
+from torchpmap.checkpoint._peers import Peers, Pipes
+from torchpmap.checkpoint._table import (
+    VALUES,
+    Leaf,
+    Stored,
+    leaf_kind,
+    leaves_of,
+    rebuilt,
+    table_text,
+)
 
+NAME = "torchpmap.checkpoint"
+"""Of the tasks, in messages."""
 Plans = dict[int, dict[str, Sizes]]
 """By writer: what is in its file."""
+Answers = dict[int, Any]
+"""By writer, what it wrote (see ``write``), or the text of what went wrong."""
+_EQUAL = (
+    "A value that is not a ShardedTensor is saved once. To save one value per process, make it a "
+    "row: torchpmap.device_put(value[None], torchpmap.local_devices())."
+)
+"""What to do about trees that differ between processes."""
+_copies: dict[str, dict[str, torch.Tensor]] = {}
+"""In a worker: what it has copied for the save that is being prepared, by the save's pipes."""
 
 
 # -- leaves and their blocks -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """A leaf that is to be saved."""
+class _Array(NamedTuple):
+    """A leaf that is to be saved in files of blocks."""
 
-    leaf: Leaf
     kind: str
-    host: Any = None
-    """The value, if it is on the host."""
-    layout: Layout | None = None
-    """That of the rows of all controllers, if the value is on the devices."""
-    handle: Handle | None = None
+    dtype: torch.dtype
+    shape: Sizes
+    block_shape: Sizes
+    holders: dict[Sizes, list[int]]
+    """The writers that have the block at each offsets."""
+    value: torch.Tensor
+    """A ShardedTensor, or one of the host."""
 
-    @property
-    def array(self) -> Layout | torch.Tensor | None:
-        """What has its dtype and shape; None for a Python value, which is in the table."""
-        return self.host if isinstance(self.host, torch.Tensor) else self.layout
-
-    @property
-    def block_shape(self) -> Sizes:
-        return self.layout.block_shape if self.layout else tuple(self.host.shape)
-
-    @property
-    def block_bytes(self) -> int:
-        return prod(self.block_shape) * self.array.dtype.itemsize if self.array is not None else 0
-
-    def holders(self) -> dict[Sizes, list[int]]:
-        """The ranks that have the block at each offsets."""
-        if self.layout is None:
-            return {} if self.array is None else {(0,) * self.host.dim(): [HOST]}
-        found: dict[Sizes, list[int]] = {}
-        for rank, offsets in origins(self.layout).items():
-            found.setdefault(offsets, []).append(rank)
-        return found
-
-    def row(self, plans: Plans) -> dict[str, Any]:
-        """Its row of the table, with the writers in place of the blocks; it does not keep the
-        values in memory.
-        """
-        assert self.array is not None
-        key, shape = self.leaf.key, tuple(self.array.shape)
-        writers = sorted((plan[key], writer) for writer, plan in plans.items() if key in plan)
-        sizes = zip(shape, self.block_shape, strict=True)
+    def row(self, key: str, plans: Plans) -> dict[str, Any]:
+        """Its row of the table, with the writers in place of the blocks."""
+        where = sorted((plan[key], writer) for writer, plan in plans.items() if key in plan)
+        sizes = zip(self.shape, self.block_shape, strict=True)
         return {
             "kind": self.kind,
-            "dtype": dtype_name(self.array.dtype),
-            "shape": shape,
+            "dtype": dtype_name(self.dtype),
+            "shape": self.shape,
             "cuts": [size // part if part else 1 for size, part in sizes],
-            "blocks": [writer for _, writer in writers],
+            "blocks": [writer for _, writer in where],
         }
 
-    def describe(self) -> str:
-        """One line, which must be equal in all processes that save together."""
-        if self.layout is not None:
-            kind = describe(self.kind, self.layout.dtype, self.layout.shape)
-            return f"{kind} in the blocks {self.holders()}"
-        return f"{shown(self.host):.200} (digest {digest(self.host)[:8].hex()})"
 
-
-def _saved(leaf: Leaf) -> _Saved:
-    """How a leaf is to be saved; fetches nothing from workers."""
+def _array(leaf: Leaf) -> _Array | None:
+    """How a leaf is to be saved; None for a Python value, which is in the table.  Fetches nothing
+    from workers.
+    """
     kind, value = leaf_kind(leaf), leaf.value
     if type(value) in VALUES:
-        return _Saved(leaf, kind, value)
+        return None
     if leaf.key == RESERVED:
         raise ValueError(
             f"torchpmap.checkpoint.save: {leaf.path} would be saved as {RESERVED!r}, a name that "
             "safetensors keeps for itself. Rename the key."
         )
     if isinstance(value, ShardedTensor):
-        layout, handle = value._alive()
+        layout, _ = value._alive()
         if process_count() == 1 or not layout.is_replicated or len(layout.devices) > 1:
-            return _Saved(leaf, kind, None, over_processes(layout), handle)
+            layout = over_processes(layout)
+            holders = {
+                tuple(part.start or 0 for part in index): [layout.ranks[k] for k in places]
+                for places, index in blocks_of(layout)
+            }
+            return _Array(kind, layout.dtype, layout.shape, layout.block_shape, holders, value)
         value = value.to_host()  # each of several controllers has its own copy
     try:
-        return _Saved(leaf, kind, host_tensor(value).resolve_conj().resolve_neg())
+        host = host_tensor(value).resolve_conj().resolve_neg()
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"torchpmap.checkpoint.save: {leaf.path} is an array of dtype {value.dtype}, which "
             "torch does not have. Save numbers, or a string."
         ) from error
+    shape, writer = tuple(host.shape), 0 if is_launched() else HOST
+    return _Array(kind, host.dtype, shape, shape, {(0,) * host.dim(): [writer]}, host)
 
 
-def origins(layout: Layout) -> dict[int, Sizes]:
-    """Where the block of each rank begins in the whole value."""
-    where = zip(layout.ranks, layout.slices, strict=True)
-    return {rank: tuple(part.start or 0 for part in parts) for rank, parts in where}
+def _told(value: Any, array: _Array | None) -> Any:
+    """What must be equal in all processes that save together."""
+    if array is None or not isinstance(array.value, ShardedTensor):
+        return value if array is None else array.value
+    return f"{kind_of(array.shape, array.dtype)} in the blocks {array.holders}"
 
 
-def _plans(leaves: Iterable[_Saved]) -> Plans:
-    """What each rank writes."""
+def _plans(arrays: Mapping[str, _Array]) -> Plans:
+    """What each writer writes."""
     num_bytes: Counter[int] = Counter()
     plans: Plans = {}
-    for saved in leaves:
-        for offsets, holders in saved.holders().items():
+    for key, array in arrays.items():
+        for offsets, holders in array.holders.items():
             writer = min(holders, key=num_bytes.__getitem__)
-            writer = 0 if writer == HOST and is_launched() else writer
-            num_bytes[writer] += saved.block_bytes
-            plans.setdefault(writer, {})[saved.leaf.key] = offsets
+            num_bytes[writer] += prod(array.block_shape) * array.dtype.itemsize
+            plans.setdefault(writer, {})[key] = offsets
     return plans
 
 
@@ -152,55 +154,33 @@ def _plans(leaves: Iterable[_Saved]) -> Plans:
 def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], None]:
     """Copy the values to write; the returned function writes them, and has no others."""
     others, folder = Peers(f"torchpmap.checkpoint.save({str(path)!r})"), Folder(path)
-    leaves, root = _agreed(others, folder, tree)
-    plans = _plans(leaves)
-    rows = {saved.leaf.key: saved.row(plans) for saved in leaves if saved.array is not None}
-    values = {saved.leaf.key: saved.host for saved in leaves if saved.array is None}
-    plain = rebuilt(root, lambda key: Stored(rows[key]) if key in rows else values[key])
-    commit = functools.partial(_commit, folder, rows, plain)
-    mine = others.rank if is_launched() else HOST
-    try:
-        write = _copied(folder, leaves, plans, mine)
-    except Exception as error:
-        with contextlib.suppress(CheckpointError):  # which the other processes raise
-            others.decide({mine: (None, f"{type(error).__name__}: {error}")}, commit)
-        raise
-    return lambda: others.decide(write(), commit)
 
-
-def _agreed(others: Peers, folder: Folder, tree: Any) -> tuple[list[_Saved], Node | None]:
-    """Leaves and root; raises in every process unless all processes save the same tree."""
-
-    def described() -> tuple[list[_Saved], Node | None]:
-        found, structure = leaves_of(tree, "tree")
-        leaves = [_saved(leaf) for leaf in found]
+    def described() -> tuple[list[Leaf], Structure, dict[str, _Array]]:
+        leaves, structure = leaves_of(tree, "tree")
+        found = {leaf.key: _array(leaf) for leaf in leaves}
         block_until_ready(tree)
         if others.rank == 0:
             folder.prepare()
-        return leaves, structure.root
+        return leaves, structure, {key: each for key, each in found.items() if each is not None}
 
     try:
-        leaves, root = others.together(described)
+        leaves, structure, arrays = others.together(described)
         if others.size > 1:
-            _compare(others.exchange({x.leaf.path: x.describe() for x in leaves}), others.what)
+            names = ", ".join(leaf.path for leaf in leaves)
+            check_equal_everywhere({"tree": names}, None, _EQUAL)
+            told = {leaf.path: _told(leaf.value, arrays.get(leaf.key)) for leaf in leaves}
+            check_equal_everywhere(told, None, _EQUAL)
+        plans = _plans(arrays)
+        write = others.together(lambda: _copied(folder, arrays, plans))
     except Exception:
         if others.rank == 0:
             folder.discard()
         raise
-    return leaves, root
-
-
-def _compare(given: Sequence[dict[str, str]], what: str) -> None:
-    for rank, lines in enumerate(given):
-        for path in [*given[0], *lines]:
-            mine, theirs = given[0].get(path, "nothing"), lines.get(path, "nothing")
-            if mine != theirs:
-                raise ValueError(
-                    f"{what}: the processes differ at {path}: rank 0 has {mine}, rank {rank} has "
-                    f"{theirs}. A value that is not a ShardedTensor is saved once, so it must be "
-                    "the same in all processes. To save one value per process, make it a row: "
-                    "torchpmap.device_put(value[None], torchpmap.local_devices())."
-                )
+    rows = {key: array.row(key, plans) for key, array in arrays.items()}
+    values = {leaf.key: leaf.value for leaf in leaves if leaf.key not in rows}
+    plain = rebuilt(structure.root, lambda key: Stored(rows[key]) if key in rows else values[key])
+    commit = functools.partial(_commit, folder, rows, plain)
+    return lambda: others.decide(write(), commit)
 
 
 def _commit(
@@ -211,18 +191,15 @@ def _commit(
     Raises:
         CheckpointError: a file could not be written.
     """
-    files: dict[int, Written] = {}
+    files = {file_of(writer): file for each in given for writer, file in each.items()}
     try:
-        for writer, (file, failure) in itertools.chain(*(answers.items() for answers in given)):
-            if file is None:
-                raise CheckpointError(failure)
-            files[writer] = file
+        for file in files.values():
+            if isinstance(file, str):
+                raise CheckpointError(file)
         for key, row in rows.items():
-            row["blocks"] = [(file_of(k), files[k]["blocks"][key]) for k in row["blocks"]]
-        about = {
-            file_of(writer): {"bytes": file["bytes"], "header": file["header"]}
-            for writer, file in files.items()
-        }
+            names = map(file_of, row["blocks"])
+            row["blocks"] = [(name, files[name]["blocks"][key]) for name in names]
+        about = {name: {"bytes": x["bytes"], "header": x["header"]} for name, x in files.items()}
         folder.commit(table_text(tree, about), about)
     except Exception as error:
         folder.discard()
@@ -233,50 +210,91 @@ def _commit(
         ) from None
 
 
-# -- copying ---------------------------------------------------------------------------------------
+# -- copying and writing ---------------------------------------------------------------------------
 
 
-def _copied(
-    folder: Folder, leaves: Sequence[_Saved], plans: Plans, mine: int
-) -> Callable[[], Answers]:
+def _copied(folder: Folder, arrays: Mapping[str, _Array], plans: Plans) -> Callable[[], Answers]:
     """Copy the values to write; the returned function writes them."""
-    elsewhere = {} if is_launched() else {rank: plans[rank] for rank in plans if rank != HOST}
+    mine = process_index() if is_launched() else HOST
+    elsewhere = {} if is_launched() else {k: plan for k, plan in plans.items() if k != HOST}
     plan = plans.get(mine, {})
-    pipes = Pipes(elsewhere)
-    try:
+    with Pipes() as pipes:
         if elsewhere:
-            _copy_on_workers(folder, leaves, elsewhere, pipes.path)
-        copies = {saved.leaf.key: _block_here(saved) for saved in leaves if saved.leaf.key in plan}
-    except BaseException:
-        pipes.close()
-        raise
+            pipes.open(elsewhere)
+            _copy_on_workers(folder.growing, arrays, elsewhere, pipes.path)
+        copies = {key: _block_here(arrays[key]) for key in plan}
+        opened = pipes.pop_all()
 
     def write() -> Answers:
-        return (attempt(folder.growing, mine, plan, copies) if plan else {}) | pipes.answers()
+        with opened:
+            return _answer(folder.growing, mine, plan, copies) | pipes.answers()
 
     return write
 
 
-def _block_here(saved: _Saved) -> torch.Tensor:
+def _block_here(array: _Array) -> torch.Tensor:
     """A copy of the block that this process has."""
-    if saved.layout is None or saved.handle is None:
-        copy: torch.Tensor = saved.host.clone(memory_format=torch.contiguous_format)
-        return copy
-    # each of several controllers has one device, whose id is the process index
-    here = saved.handle.team.ranks.index(process_index())
-    return fetch_blocks(saved.layout, saved.handle, [here])[0]
+    if isinstance(array.value, ShardedTensor):
+        return array.value.addressable_data(0)  # each of several controllers has one device
+    return array.value.clone(memory_format=torch.contiguous_format)
 
 
 def _copy_on_workers(
-    folder: Folder, leaves: Iterable[_Saved], plans: Mapping[int, Plan], pipes: str
+    folder: Path, arrays: Mapping[str, _Array], plans: Mapping[int, Plan], pipes: str
 ) -> None:
     """Have worker processes copy their blocks and begin to write them."""
     by_team: dict[Sizes, dict[str, Handle]] = {}
-    for saved in leaves:
-        if saved.handle is not None:
-            by_team.setdefault(saved.handle.team.ranks, {})[saved.leaf.key] = saved.handle
+    for key, array in arrays.items():
+        if isinstance(array.value, ShardedTensor):
+            _, handle = array.value._alive()
+            by_team.setdefault(handle.team.ranks, {})[key] = handle
     for ranks, held in by_team.items():
         work = Snapshot(pipes, plans, tuple(held))
         run_on(current_runtime().team(ranks), NAME, work, list(held.values()))
-    last = Snapshot(pipes, plans, (), folder.growing)
-    run_on(current_runtime().team(tuple(plans)), NAME, last)
+    run_on(current_runtime().team(tuple(plans)), NAME, Snapshot(pipes, plans, (), folder))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copy blocks; the last call also writes what all calls have copied."""
+
+    pipes: str
+    """Path of the writers' pipes, without their ranks."""
+    plans: Mapping[int, Plan]
+    """By rank, what it writes."""
+    keys: tuple[str, ...]
+    """Of the blocks that are given."""
+    folder: Path | None = None
+    """Where to write now; None: more calls follow."""
+
+    def run(
+        self, rank: Rank, given: None, blocks: Sequence[torch.Tensor]
+    ) -> tuple[None, list[torch.Tensor]]:
+        writer = rank.ranks[int(rank.index)]
+        plan = self.plans.get(writer, {})
+        if self.pipes not in _copies:
+            _copies.clear()  # they are left from a save that failed
+        copies = _copies.setdefault(self.pipes, {})
+        for key, block in zip(self.keys, blocks, strict=True):
+            if key in plan:
+                copies[key] = block.cpu().contiguous()
+        if self.folder is not None:
+            # without a reader this raises, rather than waits for one
+            pipe = os.open(f"{self.pipes}{writer}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.set_blocking(pipe, True)
+            arguments = (pipe, self.folder, writer, plan, _copies.pop(self.pipes))
+            threading.Thread(target=_answer_through, args=arguments, daemon=True).start()
+        return None, []
+
+
+def _answer_through(pipe: int, *arguments: Any) -> None:
+    with os.fdopen(pipe, "wb") as file:
+        file.write(packed(_answer(*arguments)))
+
+
+def _answer(folder: Path, writer: int, plan: Plan, blocks: Mapping[str, torch.Tensor]) -> Answers:
+    """Write a file, if anything is to be written."""
+    try:
+        return {writer: write(folder / file_of(writer), plan, blocks)} if plan else {}
+    except Exception as error:
+        return {writer: f"{type(error).__name__}: {error}"}

@@ -7,9 +7,12 @@
          "blocks": [["rank_0.safetensors", [crc, ...]], ["rank_1.safetensors", [crc, ...]]]}}]]},
       "files": {"rank_0.safetensors": {"bytes": 1064, "header": crc}, ...}}}
 
-The tree is written as ``_base/data`` says.  A tensor is cut into equal blocks, ``cuts`` along each
-dim, which are listed in the order of the rows: so they cannot overlap or leave a gap.  Where a
-block is in its file, the header says.
+The tree is written as ``_base/data`` says, of dicts, lists and tuples: other containers become
+dicts of their fields.  The key of a leaf in the files is the labels on the way to it, with dots
+between them: ``params.w``, ``layers.0``.
+
+A tensor is cut into equal blocks, ``cuts`` along each dim, which are listed in the order of the
+rows: so they cannot overlap or leave a gap.  Where a block is in its file, the header says.
 
 A folder may have been made, or changed, by any program.  So a table is used only after all of it
 was checked, and no memory is allocated beyond the size of the files.
@@ -20,15 +23,20 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from torchpmap._base.data import read, written
-from torchpmap._base.errors import CheckpointError, kind_of
-from torchpmap._base.pytree import Node
+from torchpmap._base.data import DTYPES, read, written
+from torchpmap._base.errors import CheckpointError, check_array, dtype_name
+from torchpmap._base.pytree import MAPPINGS, Node, Structure, flatten
+from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap.checkpoint._blocks import (
     Block,
     Entries,
@@ -40,12 +48,109 @@ from torchpmap.checkpoint._blocks import (
     stored_as,
 )
 from torchpmap.checkpoint._folder import TABLE, broken, other_format, read_table
-from torchpmap.checkpoint._tree import ARRAYS, SAVED_DTYPES, VALUES, Stored, leaves_of
 
-Extent = tuple[Sizes, Sizes]
-"""Offsets and sizes of a part of a leaf."""
+VALUES = (type(None), bool, int, float, complex, str, bytes)
+"""Types of leaves that the table has."""
+ARRAYS = ("tensor", "ndarray", "numpy scalar")
+"""Kinds of leaves that are in files of blocks."""
 _VERSION = 3
 """Version 1 lay beside files of torch.distributed.checkpoint."""
+_ROOT = "value"  # the key of a tree that is one leaf
+_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, ShardedTensor)
+_ODD = re.compile("q.*|bits.*|u?int[1-7]")
+_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not _ODD.fullmatch(name)}
+"""Tensors of the others cannot be copied, or are more than their bytes."""
+
+
+# -- leaves ----------------------------------------------------------------------------------------
+
+
+class Leaf(NamedTuple):
+    """One leaf and its names."""
+
+    key: str
+    """In the checkpoint: ``params.w``."""
+    path: str
+    """In the script: ``tree['params']['w']``."""
+    value: Any
+
+
+@dataclass(frozen=True)
+class Stored:
+    """In the place of an array of a tree, what the table says of it."""
+
+    row: Any
+
+
+def leaves_of(tree: Any, name: str) -> tuple[list[Leaf], Structure]:
+    """The leaves of ``tree``, which the caller knows as ``name``, and its structure.
+
+    Raises:
+        TypeError: a dict has a key that is neither a string nor an int.
+        ValueError: two leaves would have the same key.
+    """
+    values, structure = flatten(tree)
+    as_met: list[str] = []
+    rebuilt(structure.root, as_met.append, name)
+    keys, paths = structure.in_leaf_order(as_met), structure.paths(name)
+    leaves: dict[str, Leaf] = {}
+    for leaf in map(Leaf, keys, paths, values):
+        if leaf.key in leaves:
+            raise ValueError(
+                f"torchpmap.checkpoint: {leaves[leaf.key].path} and {leaf.path} would both be "
+                f"saved as {leaf.key!r}. Rename one of the keys."
+            )
+        leaves[leaf.key] = leaf
+    return list(leaves.values()), structure
+
+
+def rebuilt(
+    node: Node | None, leaf: Callable[[str], Any], path: str = "tree", route: Sequence[str] = ()
+) -> Any:
+    """A tree of dicts, lists and tuples, with ``leaf(key)`` as its leaves."""
+    if node is None:
+        return leaf(".".join(route) if route else _ROOT)
+    labels: Sequence[Any] = node.labels
+    if node.kind in MAPPINGS:
+        for label in labels:
+            if type(label) not in (str, int):
+                raise TypeError(
+                    f"torchpmap.checkpoint: the dict {path} has the key {label!r}, but the keys "
+                    "must be strings or ints: they become the names in the checkpoint."
+                )
+    elif node.kind not in (list, tuple):
+        labels = [key.strip(".[]'\"") for key in node.keys]
+    parts = {
+        label: rebuilt(child, leaf, path + key, (*route, str(label)))
+        for label, key, child in zip(labels, node.keys, node.children, strict=True)
+    }
+    return node.kind(parts.values()) if node.kind in (list, tuple) else parts
+
+
+def leaf_kind(leaf: Leaf) -> str:
+    """What a leaf is saved as.
+
+    Raises:
+        TypeError: it cannot be saved.
+    """
+    value, name = leaf.value, type(leaf.value).__name__
+    if type(value) in _TENSORS:
+        if value.layout == torch.strided and dtype_name(value.dtype) in _DTYPES:
+            return "tensor"
+        name = f"{name} ({dtype_name(value.dtype)}, {value.layout})"
+    if isinstance(value, np.ndarray | np.generic):
+        check_array(value, f"torchpmap.checkpoint.save: {leaf.path}")
+        return "ndarray" if isinstance(value, np.ndarray) else "numpy scalar"
+    if type(value) in VALUES:
+        return name
+    raise TypeError(
+        f"torchpmap.checkpoint.save: {leaf.path} has type {name}, but what can be saved are "
+        "ShardedTensors, dense tensors, numpy arrays, numbers, strings, bytes and None, in any "
+        "pytree. For a module or an optimizer save its state_dict()."
+    )
+
+
+# -- rows ------------------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -61,18 +166,16 @@ class Row(NamedTuple):
     block_shape: Sizes = ()
     blocks: tuple[Block, ...] = ()
 
-    def read(self, files: Files, extent: Extent | None = None) -> torch.Tensor:
-        """A part of a tensor, or all of it.
-
-        Raises:
-            CheckpointError: a block is damaged.
-        """
-        offsets, sizes = extent or ((0,) * len(self.shape), self.shape)
+    def read(self, files: Files, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """A part of a tensor, or all of it; raises ``CheckpointError`` for a damaged block."""
+        parts = index or (slice(None),) * len(self.shape)
+        spans = [part.indices(size)[:2] for part, size in zip(parts, self.shape, strict=True)]
+        sizes = [high - low for low, high in spans]
         target = torch.empty(sizes, dtype=self.dtype, device="cpu")
         for cell, block in zip(itertools.product(*map(range, self.cuts)), self.blocks, strict=True):
             first, here = [], []
-            for k, length, low, size in zip(cell, self.block_shape, offsets, sizes, strict=True):
-                start, stop = max(k * length, low), min((k + 1) * length, low + size)
+            for k, length, (low, high) in zip(cell, self.block_shape, spans, strict=True):
+                start, stop = max(k * length, low), min((k + 1) * length, high)
                 first.append(start - k * length)
                 here.append(slice(start - low, max(start, stop) - low))
             part = target[tuple(here)]
@@ -81,18 +184,12 @@ class Row(NamedTuple):
         return target
 
 
-def describe(kind: str, dtype: torch.dtype | None, shape: Sizes) -> str:
-    """``float32[2, 3]``, or ``a Python int``."""
-    return f"a Python {kind}" if dtype is None else kind_of(shape, dtype)
-
-
 class Table(NamedTuple):
     """What is in a checkpoint and where."""
 
     rows: dict[str, Row]
-    """By key."""
-    root: Node | None
-    """Its containers."""
+    """By key, in the order of the leaves."""
+    structure: Structure
     digest: str
 
     @staticmethod
@@ -123,7 +220,7 @@ class Table(NamedTuple):
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
             what = f"{type(error).__name__}: {error!s:.300}"
             raise broken(folder, f"{source!r:.80} is not what was written ({what})") from None
-        return Table(rows, structure.root, digest)
+        return Table(rows, structure, digest)
 
 
 def table_text(tree: Any, files: Any) -> bytes:
@@ -146,7 +243,7 @@ def _row(key: str, found: Any, headers: dict[str, Entries]) -> Row:
     row, kind = found.row, found.row["kind"]
     if kind not in ARRAYS:
         raise ValueError(f"{kind!r:.50} is no kind of arrays")
-    dtype, shape, cuts = SAVED_DTYPES[row["dtype"]], sizes_of(row["shape"]), sizes_of(row["cuts"])
+    dtype, shape, cuts = _DTYPES[row["dtype"]], sizes_of(row["shape"]), sizes_of(row["cuts"])
     names = [name for name, _ in row["blocks"]]
     # a file has one block of a leaf: else a small file would make a tensor of any size
     if len(names) != prod(cuts) or len(set(names)) < len(names):

@@ -16,6 +16,7 @@ from torchpmap._base.boundary import boundary
 from torchpmap._base.config import config
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import kind_of
+from torchpmap._base.fingerprint import digest
 from torchpmap._base.notebook import display_in_cell
 from torchpmap._base.pytree import flatten
 from torchpmap._layout import axis_stack
@@ -25,7 +26,7 @@ from torchpmap._plan.collectives import Collective, Inside
 from torchpmap._plan.cost import Cost
 from torchpmap._plan.roofline import Machine, keep
 from torchpmap._runtime import inline_mode
-from torchpmap._runtime.current import devices, is_running, process_index, runtime
+from torchpmap._runtime.current import devices, is_running, job_runtime, process_index, runtime
 from torchpmap._sharded.gather_report import Gather, report_gathers
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import effects
@@ -77,7 +78,8 @@ def fake_pmap(*, serial: bool = False) -> Iterator[None]:
     ``.backward()``, ``torch.func.grad`` and ``vmap`` around a mapped function work.  Calls are
     checked, and misuse raises, as on the devices.  Donated arguments stay usable.  Only the calling
     thread is affected; ``tp.config.runtime = "inline"`` or ``TORCHPMAP_RUNTIME=inline`` does the
-    same for the whole script.
+    same for the whole script.  Under a launcher the rows are those of the calling process, and
+    collectives have no others.
 
     Inside the mapped function, ``.backward()`` and the Python value of one row (``.item()``,
     ``if x > 0``) raise, with a note that says what to do.  With ``serial=True`` they work.
@@ -161,8 +163,8 @@ def check_pmap(
     *serial*: row by row in plain Python, where rows wait for each other at collectives; *vmapped*:
     as under ``fake_pmap``; *pmapped*: on the devices, compiled.  The gradients are those of a fixed
     random weighted sum of all floating-point outputs, to all floating-point tensors among the
-    arguments.  The report lists what was skipped because a way cannot do it (such as vmapped with
-    ``.item()``).
+    arguments.  The report lists what a way cannot do (such as vmapped with ``.item()``).  Under a
+    launcher the first two have the rows of this process: check collectives in a single process.
 
     Args:
         fun: the function of one row, or a mapped function (then without further options).
@@ -177,8 +179,7 @@ def check_pmap(
 
     Raises:
         AssertionError: two ways differ; the text names the first leaf that differs, the way, the
-            index of the worst element and both numbers.
-        What ``fun`` or ``pmap`` raises.
+            index of the worst element and both numbers.  Else what ``fun`` or ``pmap`` raises.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -190,27 +191,22 @@ def check_pmap(
           values (1): serial, vmapped, pmapped
           gradients (2): serial, vmapped, pmapped
 
-    Source: checked in tests/debug/test_check_pmap.py against programs whose ways
-        differ by construction.
+    Source: checked in tests/debug/test_check_pmap.py.
     """
-    mapped = _no_blocks(fun)
-    if not isinstance(mapped, Pmapped):
+    mapped: Any = fun
+    if not isinstance(fun, Mapped):
         mapped = pmap(fun, axis_name, in_axes=in_axes, out_axes=out_axes, **options)
+    elif not isinstance(fun, Pmapped):
+        raise TypeError(
+            f"check_pmap compares the ways to compute a pmap, but got {fun!r}. Compare a shard_map "
+            "with the same function on whole tensors."
+        )
     elif options or axis_name is not None or in_axes != 0 or out_axes != 0:
         raise TypeError(
             "check_pmap: a function that is mapped already brings its own options; pass the plain "
             "function with options, or the mapped one without."
         )
-    return check(mapped._fun, mapped._options, args, rtol, atol, gradients)
-
-
-def _no_blocks(fun: Any) -> Any:
-    if isinstance(fun, Mapped) and not isinstance(fun, Pmapped):
-        raise TypeError(
-            f"check_pmap compares the ways to compute a pmap, but got {fun!r}. Compare a shard_map "
-            "with the same function on whole tensors."
-        )
-    return fun
+    return check(mapped._fun, mapped._options, args, (rtol, atol), gradients)
 
 
 @boundary
@@ -255,7 +251,8 @@ def assert_replicated(x: Any, axis_name: Hashable | None = None) -> None:
 
     Inside a mapped function it compares the values of the call, also in compiled code: the error
     comes with the results of the call.  Outside, it compares the devices' copies of replicated
-    ShardedTensors.  NaN equals NaN.
+    ShardedTensors (under a launcher bit by bit: all processes that have one must call it).  NaN
+    equals NaN.
 
     Args:
         x: tensor or pytree of tensors; Python values are the same everywhere.
@@ -301,6 +298,11 @@ def _assert_equal_copies(leaf: torch.Tensor, path: str) -> None:
             "the mapped function."
         )
     first, *others = (shard.data for shard in leaf.addressable_shards)
+    ranks = sorted({device.process_index for device in leaf.devices()})
+    if len(ranks) > 1:
+        found = job_runtime().exchange(ranks, digest(first), f"assert_replicated of {path}")
+        if len(set(found)) > 1:
+            raise ValueError(f"assert_replicated: {path} differs between processes.")
     for copy in others:
         distance = effects.distance(copy, first)
         if float(distance) != 0:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torchpmap._base.pytree import tree_leaves
+from torchpmap._base.pytree import tree_leaves, tree_map_only
 from torchpmap._base.torch_internals import LazyGraphModule, OpOverload, gives_views
 from torchpmap._layout.axis_stack import Partition
-from torchpmap._plan.collectives import groups_of
 from torchpmap._trace.boxed import Boxed
-from torchpmap._trace.compile import Backend, Definition, compile_definition, parse_compile
+from torchpmap._trace.compile import Definition, compile_definition, parse_compile
 from torchpmap._trace.effects import distance, wide
-from torchpmap._trace.graphs import all_modules, copied_whole, written_by
+from torchpmap._trace.graphs import all_modules, copied_whole, groups_of, written_by
 from torchpmap._trace.repetition import place_of
 from torchpmap.debug._lockstep import (
     Lockstep,
@@ -28,9 +27,6 @@ from torchpmap.debug._lockstep import (
     has_own_numbers,
     operation_of,
 )
-
-Variant = Callable[[Lockstep, GraphModule, list[Values], Sequence[int]], Steps]
-"""How a graph is run."""
 
 _LEAST = 1e-3
 """Smaller numbers may be what is left of larger ones that cancel: the gradient of a bias before a
@@ -54,10 +50,6 @@ class Difference(Place):
     def __str__(self) -> str:
         where = self.described(f"{self.operation} ({self.node})")
         return f"{where}: they differ by {self.distance:g}, and what it takes by {self.inputs:g}"
-
-
-def plain(run: Lockstep, graph: GraphModule, inputs: list[Values], ranks: Sequence[int]) -> Steps:
-    return run.run(graph, inputs, ranks)
 
 
 def differing(mine: Steps, theirs: Steps, tolerance: float) -> Difference | None:
@@ -110,48 +102,41 @@ def precision_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-def in_dtype(dtype: torch.dtype) -> Variant:
+class InDtype(Lockstep):
     """All floating-point numbers are of this dtype (complex numbers, of two of them)."""
-    instead = dict.fromkeys(_REAL, dtype) | dict.fromkeys(_COMPLEX, dtype.to_complex())
 
-    def changed(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(instead.get(value.dtype, value.dtype))
-        if isinstance(value, list | tuple):
-            return type(value)([changed(each) for each in value])
-        return instead.get(value, value) if isinstance(value, torch.dtype) else value
+    def __init__(self, dtype: torch.dtype, groups: Mapping[str, Partition]) -> None:
+        super().__init__(groups)
+        self._dtype = dtype
+        self._instead = dict.fromkeys(_REAL, dtype) | dict.fromkeys(_COMPLEX, dtype.to_complex())
 
-    def run(
-        lockstep: Lockstep, graph: GraphModule, inputs: list[Values], ranks: Sequence[int]
-    ) -> Steps:
+    def start(self, graph: GraphModule, inputs: list[Values], ranks: Sequence[int]) -> Steps:
         graph = copied_whole(graph)
         for module in all_modules(graph):
             for node in module.graph.nodes:
                 if node.op == "get_attr":
-                    setattr(module, node.target, changed(getattr(module, node.target)))
+                    setattr(module, node.target, self._changed(getattr(module, node.target)))
                 elif node.target is _BITS:
-                    node.target = functools.partial(_bits, dtype)
+                    node.target = functools.partial(_bits, self._dtype)
                 else:
-                    node.args = tuple(changed([*node.args]))
-                    node.kwargs = {key: changed(each) for key, each in node.kwargs.items()}
-        given = [{rank: changed(x) for rank, x in values.items()} for values in inputs]
-        return _Changed(lockstep.groups, changed).run(graph, given, ranks)
-
-    return run
-
-
-class _Changed(Lockstep):
-    """``changed``: applied to all results; some operations take their dtype from the settings."""
-
-    def __init__(self, groups: Mapping[str, Partition], changed: Callable[[Any], Any]) -> None:
-        super().__init__(groups)
-        self._changed = changed
+                    node.args, node.kwargs = self._changed((node.args, dict(node.kwargs)))
+        return super().start(graph, list(map(self._changed, inputs)), ranks)
 
     def computed(
         self, node: Node, env: dict[Node, Values], ranks: Sequence[int], steps: tuple[int, ...]
     ) -> Generator[Step, None, Values]:
+        """Its results too: some operations take their dtype from the settings."""
         found = yield from super().computed(node, env, ranks, steps)
-        return {rank: self._changed(x) for rank, x in found.items()}
+        changed: Values = self._changed(found)
+        return changed
+
+    def _changed(self, tree: Any) -> Any:
+        return tree_map_only((torch.Tensor, torch.dtype), self._instead_of, tree)
+
+    def _instead_of(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.to(self._instead.get(x.dtype, x.dtype))
+        return self._instead.get(x, x)
 
 
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -172,21 +157,6 @@ def _bits(wide: torch.dtype, x: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 # -- compiled --------------------------------------------------------------------------------------
 
 
-def compiled_by(backend: str) -> Variant:
-    """All operations between two collectives, loops or branches are compiled together; those that
-    give several tensors run alone.
-    """
-    chosen = parse_compile({"backend": backend})
-    assert chosen is not None
-
-    def run(
-        lockstep: Lockstep, graph: GraphModule, inputs: list[Values], ranks: Sequence[int]
-    ) -> Steps:
-        return _Compiled(lockstep.groups, chosen).run(graph, inputs, ranks)
-
-    return run
-
-
 @dataclass
 class _Segment:
     """Operations that are compiled together."""
@@ -199,10 +169,14 @@ class _Segment:
     """Values that the run has not come to yet."""
 
 
-class _Compiled(Lockstep):
-    def __init__(self, groups: Mapping[str, Partition], backend: Backend) -> None:
+class Compiled(Lockstep):
+    """All operations between two collectives, loops or branches are compiled together; those that
+    give several tensors run alone.
+    """
+
+    def __init__(self, backend: str, groups: Mapping[str, Partition]) -> None:
         super().__init__(groups)
-        self._backend = backend
+        self._backend: Any = parse_compile({"backend": backend})
         self._segments: dict[Node, _Segment] = {}
         self._cut: set[Graph] = set()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 from torchpmap._collectives import psum
 from torchpmap._plan.roofline import Machine
 from torchpmap._runtime.current import local_device_count, local_devices
-from torchpmap._sharded.device_put import block_until_ready, device_put
+from torchpmap._sharded.device_put import device_put
 from torchpmap._transforms.pmap import pmap
+from torchpmap._transforms.timing import times
 
 _EAGER = {"backend": "eager"}
-_ROUNDS, _SECONDS = 7, 0.5
 _WIDTH = 512
 """Of matrices, which is what layers have."""
 _ELEMENTS = 1 << 22
@@ -61,11 +60,4 @@ def _quickest(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> flo
     count = local_device_count()
     mapped: Any = pmap(f, "i", compile=_EAGER)
     rows = device_put(x.expand(count, *x.shape).clone(), local_devices())
-    block_until_ready(mapped(rows))
-    taken: list[float] = []
-    begin = time.perf_counter()
-    while len(taken) < _ROUNDS or time.perf_counter() - begin < _SECONDS:
-        start = time.perf_counter()
-        block_until_ready(mapped(rows))
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+    return min(times(lambda: mapped(rows)))

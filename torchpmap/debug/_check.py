@@ -118,34 +118,37 @@ class _Problem:
         self, outputs: Sequence[Any], weights: Sequence[torch.Tensor | None], leaves: Sequence[Any]
     ) -> list[torch.Tensor]:
         """Gradients of the weighted sum of all floating-point outputs."""
-        weighted = [
+        pairs = [
             (output, weight)
             for output, weight in zip(outputs, weights, strict=True)
             if weight is not None and output.requires_grad
         ]
         inputs = [leaves[k] for k in self.differentiated]
-        if not weighted or not inputs:
+        if not pairs or not inputs:
             return [torch.zeros_like(x) for x in inputs]
-        return list(
-            torch.autograd.grad(
-                [output for output, _ in weighted],
-                inputs,
-                [weight for _, weight in weighted],
-                materialize_grads=True,
-            )
-        )
+        floating, cotangents = zip(*pairs, strict=True)
+        return list(torch.autograd.grad(floating, inputs, cotangents, materialize_grads=True))
 
 
+@torch.enable_grad()  # else there are no gradients
+@torch.inference_mode(False)
 def check(
     fun: Callable[..., Any],
     options: Options,
     args: tuple[Any, ...],
-    rtol: float | None,
-    atol: float | None,
+    tolerances: tuple[float | None, float | None],
     gradients: bool,
 ) -> CheckReport:
     """Compute in three ways and compare; raises ``AssertionError`` where they differ."""
-    problem = _problem(fun, options, args, gradients, (rtol, atol))
+    call = RowPreparation(fun, options).arguments_of(*split_statics(options, args, {}))
+    leaves = [
+        _host(leaf) if isinstance(leaf, torch.Tensor | np.ndarray) else leaf for leaf in call.leaves
+    ]
+    floating = [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor) and _is_real(x)]
+    differentiated = tuple(floating if gradients else ())
+    state = torch.default_generator.get_state()
+    call = replace(call, leaves=leaves)
+    problem = _Problem(fun, options, call, differentiated, tolerances, state)
     reference = _serial(problem)
     answers, skipped = [reference], []
     try:
@@ -158,41 +161,17 @@ def check(
     with inline_mode.chosen(False):
         pmapped = _mapped(problem, "pmapped")
     answers.append(pmapped)
-    if problem.differentiated and pmapped.gradients is None:
+    if differentiated and pmapped.gradients is None:
         skipped.append(("the gradients of pmapped", pmapped.no_gradients_because))
     largest = max(_compare(problem, reference, answer) for answer in answers[1:])
     return CheckReport(
         options.name,
         sum(output is not None for output in reference.outputs),
-        len(problem.differentiated),
+        len(differentiated),
         tuple(answer.way for answer in answers),
-        tuple(a.way for a in answers if a.gradients is not None) if problem.differentiated else (),
+        tuple(a.way for a in answers if a.gradients is not None) if differentiated else (),
         tuple(skipped),
         largest,
-    )
-
-
-def _problem(
-    fun: Callable[..., Any],
-    options: Options,
-    args: tuple[Any, ...],
-    gradients: bool,
-    tolerances: tuple[float | None, float | None],
-) -> _Problem:
-    call = RowPreparation(fun, options).arguments_of(*split_statics(options, args, {}))
-    leaves = [
-        _host(leaf) if isinstance(leaf, torch.Tensor | np.ndarray) else leaf for leaf in call.leaves
-    ]
-    floating = [
-        k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _is_real(leaf)
-    ]
-    return _Problem(
-        fun,
-        options,
-        replace(call, leaves=leaves),
-        tuple(floating if gradients else ()),
-        tolerances,
-        torch.default_generator.get_state(),
     )
 
 
@@ -231,7 +210,7 @@ def _mapped(problem: _Problem, way: str) -> _Answer:
 def _weight(number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """The same numbers for output ``number`` in every way and every run."""
     drawn = np.random.default_rng(number).standard_normal(tuple(shape))
-    return torch.as_tensor(drawn).to(dtype)
+    return torch.as_tensor(drawn, dtype=dtype, device="cpu")
 
 
 def _serial(problem: _Problem) -> _Answer:

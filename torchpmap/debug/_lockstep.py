@@ -18,8 +18,16 @@ from torch.fx.node import map_arg
 from torchpmap._base.torch_internals import OpOverload, gives_views
 from torchpmap._collectives.meanings import MEANINGS
 from torchpmap._layout.axis_stack import Partition
-from torchpmap._plan.collectives import PRINT, arguments, groups_of, name_of
-from torchpmap._trace.graphs import COND, SCAN, kind_of_node, results_of
+from torchpmap._plan.collectives import name_of
+from torchpmap._trace.graphs import (
+    COND,
+    PRINT,
+    SCAN,
+    arguments,
+    groups_of,
+    kind_of_node,
+    results_of,
+)
 from torchpmap._trace.repetition import place_of
 from torchpmap._transforms.nans import UNSET
 
@@ -80,6 +88,9 @@ Steps = Generator[Step, None, list[Values]]
 class Lockstep:
     def __init__(self, groups: Mapping[str, Partition]) -> None:
         self.groups = groups
+
+    def start(self, graph: GraphModule, inputs: list[Values], ranks: Sequence[int]) -> Steps:
+        return self.run(graph, inputs, ranks)
 
     def run(
         self,

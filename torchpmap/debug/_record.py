@@ -17,11 +17,13 @@ from torchpmap._base.ambient import SETTINGS
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import threads_per_device
 from torchpmap._base.errors import warn
+from torchpmap._base.fingerprint import digest
 from torchpmap._plan.plan import Plan
 from torchpmap._runtime.current import process_count, process_index
+from torchpmap._runtime.torchrun.joining import attempt
 from torchpmap._trace import recording
 from torchpmap.debug._graph_data import NotData, encoded, encoded_graph
-from torchpmap.debug._record_file import Facts, Inputs, part_name, save
+from torchpmap.debug._record_file import Blocks, Facts, Lost, part_name, save
 
 _MAX_NAME = 60
 
@@ -96,9 +98,12 @@ class Recording:
             warn(f"torchpmap.debug.record: {plan.prefix} is not recorded: it has {found}.")
             return None
         name = re.sub(r"[^A-Za-z0-9]+", "-", plan.prefix)[:_MAX_NAME].strip("-")
-        stem = f"{run.number:05d}-{name}"
+        ranks, everyone = plan.definition.ranks, range(len(plan.team.runtime.devices))
+        own = "" if ranks == tuple(everyone) else f"-{digest(ranks).hex()[:8]}"  # numbered apart
+        stem = f"{run.number:05d}-{name}{own}"
         path = self.folder / part_name(stem, process_index() if process_count() > 1 else None)
-        save(path, _facts(run.number, plan, error), graph, _blocks(plan, run.held), tensors)
+        facts = _facts(run.number, plan, error)
+        save(path, facts, graph, tensors, *_blocks(plan, run.held))
         return path
 
 
@@ -119,8 +124,8 @@ def record(folder: str | os.PathLike[str], last: int = 3) -> Recording:
     ``dump()``.  They are data only: ``safetensors`` with one block of JSON.  ``replay`` runs them.
     Functions that run uncompiled (``compile=False``), under ``fake_pmap``, or with operations of
     your own have no graph, or none that is data; a warning says so.  A call that fails while it is
-    traced has none yet; a note at its error says so.  Under a launcher each process
-    writes its own part.
+    traced has none yet; a note at its error says so.  Under a launcher each process writes its own
+    part, and all must begin to record at the same call: parts belong together by their numbers.
 
     Args:
         folder: where the files go; it is made.
@@ -204,11 +209,13 @@ def _facts(number: int, plan: Plan, error: str) -> Facts:
         outputs=outputs,
         settings={name: encoded(value) for name, value in named},
         error=error,
+        attempt=attempt(),
     )
 
 
-def _blocks(plan: Plan, held: Sequence[Any]) -> Inputs:
-    found = Inputs()
+def _blocks(plan: Plan, held: Sequence[Any]) -> tuple[Blocks, Lost]:
+    found: Blocks = []
+    lost: Lost = {}
     ranks = plan.definition.ranks
     mine = [process_index()] if process_count() > 1 else ranks
     for k, (handle, (shape, dtype)) in enumerate(zip(held, plan.definition.inputs, strict=True)):
@@ -220,8 +227,8 @@ def _blocks(plan: Plan, held: Sequence[Any]) -> Inputs:
                 place = team.ranks.index(rank) if rank in team.ranks else 0
                 team.runtime.fetch(handle, [(place, -1, 0, block)])
             except Exception as error:
-                found.lost[f"input {k} on rank {rank}"] = f"{type(error).__name__}: {error}"
+                lost[f"input {k} on rank {rank}"] = f"{type(error).__name__}: {error}"
             else:
                 blocks[rank] = block
-        found.blocks.append(blocks)
-    return found
+        found.append(blocks)
+    return found, lost

@@ -15,13 +15,17 @@ import torch
 from torch.fx import GraphModule
 
 from torchpmap._base.fingerprint import digest
-from torchpmap._plan.collectives import met
-from torchpmap._trace.graphs import placeholders
+from torchpmap._trace.graphs import met, placeholders
 from torchpmap.checkpoint._blocks import Files, read_bytes, read_header, sizes_of, write
 from torchpmap.debug._graph_data import NotData, Tensors, decoded, decoded_graph, encoded
 
 _FORMAT = 1
 _CALL = "call"
+
+Blocks = list[dict[int, torch.Tensor]]
+"""Of the inputs of a graph, by rank; some may be missing."""
+Lost = dict[str, str]
+"""Why blocks are missing: ``"input 2 on rank 1"`` -> the error."""
 
 
 @dataclass
@@ -31,7 +35,7 @@ class Facts:
     call: str
     """As messages name it."""
     number: int
-    """Of the calls that were recorded, counted from 1."""
+    """Of the calls that were recorded on its devices, counted from 1."""
     ranks: list[int]
     """Of its devices, in axis order."""
     backend: str
@@ -52,6 +56,8 @@ class Facts:
     """Of torch, with which it was traced."""
     error: str = ""
     """Of the exception for which the file was written."""
+    attempt: str = ""
+    """Of the job whose process wrote it."""
 
 
 @dataclass
@@ -60,17 +66,17 @@ class Recorded:
 
     facts: Facts
     graph: GraphModule
-    inputs: list[dict[int, torch.Tensor]]
-    """By rank; some may be missing."""
-    lost: dict[str, str]
-    """Why blocks are missing: ``"input 2 on rank 1"`` -> the error."""
+    inputs: Blocks
+    lost: Lost
 
 
-def save(path: Path, facts: Facts, graph: Any, inputs: Inputs, tensors: Tensors) -> int:
-    """Write a file; how many bytes it has.  ``tensors``: the constants of the graph."""
+def save(
+    path: Path, facts: Facts, graph: Any, tensors: Tensors, inputs: Blocks, lost: Lost
+) -> None:
+    """Write a file; ``tensors``: the constants of the graph."""
     tensors = dict(tensors)
     places: list[dict[str, str]] = []
-    for each in inputs.blocks:
+    for each in inputs:
         keys = {}
         for rank, block in each.items():  # those of a replicated value are equal
             keys[str(rank)] = key = f"block {digest(block).hex()}"
@@ -78,19 +84,10 @@ def save(path: Path, facts: Facts, graph: Any, inputs: Inputs, tensors: Tensors)
         places.append(keys)
     kinds = {key: [encoded(x.dtype), list(x.shape)] for key, x in tensors.items()}
     told = {"format": _FORMAT, "facts": asdict(facts), "graph": graph, "kinds": kinds}
-    data = json.dumps(told | {"inputs": places, "lost": inputs.lost}).encode()
+    data = json.dumps(told | {"inputs": places, "lost": lost}).encode()
     blocks = tensors | {_CALL: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
     path.unlink(missing_ok=True)  # of an earlier run of the script
-    written = write(path, {key: (0,) * x.dim() for key, x in blocks.items()}, blocks)
-    return int(written["bytes"])
-
-
-@dataclass
-class Inputs:
-    """The blocks of the inputs of a graph, by rank, and why others are missing."""
-
-    blocks: list[dict[int, torch.Tensor]] = field(default_factory=list)
-    lost: dict[str, str] = field(default_factory=dict)
+    write(path, {key: (0,) * x.dim() for key, x in blocks.items()}, blocks)
 
 
 def load(path: str | os.PathLike[str]) -> Recorded:
@@ -105,8 +102,14 @@ def load(path: str | os.PathLike[str]) -> Recorded:
     found = [_load_one(part) for part in parts]
     whole = found[0]
     for other in found[1:]:
-        for mine, theirs in zip(whole.inputs, other.inputs, strict=True):
-            mine |= theirs
+        mine, theirs = whole.facts, other.facts
+        if (mine.call, mine.ranks, mine.attempt) != (theirs.call, theirs.ranks, theirs.attempt):
+            raise ValueError(
+                f"replay: the parts of {path} are of different calls. Put the files of one run in "
+                "a folder of their own."
+            )
+        for blocks, others in zip(whole.inputs, other.inputs, strict=True):
+            blocks |= others
         whole.lost |= other.lost
     return whole
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pdb
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from types import FunctionType
@@ -22,15 +23,7 @@ from torchpmap._base.torch_internals import outside_modes, outside_transforms
 from torchpmap._trace.graphs import all_nodes, placeholders
 from torchpmap._trace.repetition import file_and_line, place_of
 from torchpmap._transforms.nans import described, holds
-from torchpmap.debug._bisect import (
-    Difference,
-    Variant,
-    compiled_by,
-    differing,
-    in_dtype,
-    plain,
-    precision_of,
-)
+from torchpmap.debug._bisect import Compiled, Difference, InDtype, differing, precision_of
 from torchpmap.debug._graph_data import decoded
 from torchpmap.debug._lockstep import (
     Lockstep,
@@ -116,11 +109,14 @@ class Replay:
             allowed = 0.0 if against is not None else max(1e-3, rounding)
         if not allowed >= 0:
             raise ValueError(f"bisect: tolerance must be 0 or more, but got {tolerance!r}.")
-        variant = plain if backend is None else compiled_by(backend)
-        variant = variant if dtype is None else in_dtype(dtype)
+        kind: Callable[..., Lockstep] = Lockstep
+        if backend is not None:
+            kind = functools.partial(Compiled, backend)
+        elif dtype is not None:
+            kind = functools.partial(InDtype, dtype)
         with _as_recorded(self._recorded):
-            mine = _steps(self._recorded, plain)
-            return differing(mine, _steps(other, variant), allowed)
+            mine = _steps(self._recorded, Lockstep)
+            return differing(mine, _steps(other, kind), allowed)
 
     def __str__(self) -> str:
         facts, lines = self._recorded.facts, [self.call]
@@ -151,9 +147,9 @@ def replay(file: str | os.PathLike[str], *, at: str | None = None) -> Replay:
 
     Args:
         file: a path that ``dump`` returned.  Parts of other processes must be beside it.
-        at: stop in ``pdb`` before an operation: ``"train.py:12"`` (each operation of that line) or
-            its name in the graph (``"log_1"``).  Its inputs have their names in the graph, one
-            tensor per rank; ``ranks`` and ``operation`` are there too.
+        at: stop in ``pdb`` after an operation: ``"train.py:12"`` (each operation of that line) or
+            its name in the graph (``"log_1"``).  Its inputs and its result have their names in the
+            graph, one tensor per rank; ``ranks``, ``operation`` and ``steps`` are there too.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -172,7 +168,7 @@ def replay(file: str | os.PathLike[str], *, at: str | None = None) -> Replay:
         ([4.1931471824646, nan], 'aten.log.default', 1)
     """
     recorded = _loaded(file)
-    watch, nodes = _Watch(at), all_nodes(recorded.graph)
+    nodes = all_nodes(recorded.graph)
     if at is not None and not any(_is_at(node, at) for node in nodes):
         raise ValueError(
             f"replay: no operation is at {at!r}. A line is known if it was traced while record was "
@@ -181,7 +177,7 @@ def replay(file: str | os.PathLike[str], *, at: str | None = None) -> Replay:
     blocks, results = {}, {}
     facts = recorded.facts
     with _as_recorded(recorded):
-        outputs = watch.follow(_steps(recorded, plain))
+        outputs, first_nan = _followed(_steps(recorded, Lockstep), at)
         for told, values in zip(facts.outputs, outputs, strict=False):  # others are for a gradient
             blocks[told["name"]] = mine = [values[rank] for rank in facts.ranks]
             if prod(told["shape"]) > sum(x.numel() for x in mine):
@@ -189,9 +185,7 @@ def replay(file: str | os.PathLike[str], *, at: str | None = None) -> Replay:
             results[told["name"]] = whole = torch.empty(told["shape"], dtype=mine[0].dtype)
             for rank, slices in reversed([*zip(told["ranks"], told["slices"], strict=True)]):
                 whole[tuple(slice(*each) for each in slices)] = values[rank]
-    return Replay(
-        facts.call, results, blocks, watch.first_nan, _notes(recorded), facts.error, recorded
-    )
+    return Replay(facts.call, results, blocks, first_nan, _notes(recorded), facts.error, recorded)
 
 
 def _notes(recorded: Recorded) -> list[str]:
@@ -237,7 +231,7 @@ def _loaded(file: str | os.PathLike[str]) -> Recorded:
         return load(file)
 
 
-def _steps(recorded: Recorded, variant: Variant) -> Steps:
+def _steps(recorded: Recorded, kind: Callable[..., Lockstep]) -> Steps:
     facts = recorded.facts
     if recorded.lost:
         listed = "; ".join(f"{what}: {why}" for what, why in recorded.lost.items())
@@ -255,36 +249,28 @@ def _steps(recorded: Recorded, variant: Variant) -> Steps:
     if facts.uses_index:
         inputs.insert(0, {rank: torch.tensor(k) for k, rank in enumerate(facts.ranks)})
     groups = {name: tuple(map(tuple, parts)) for name, parts in facts.groups.items()}
-    return variant(Lockstep(groups), recorded.graph, inputs, facts.ranks)
+    return kind(groups).start(recorded.graph, inputs, facts.ranks)
 
 
-class _Watch:
-    """Looks at every operation of a run."""
+def _followed(steps: Steps, at: str | None) -> tuple[list[Values], Found | None]:
+    """The results of a run, and the first operation that made a NaN."""
+    first = None
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            return end.value, first
+        if first is None and has_own_numbers(step.node):
+            first = _nan_in(step)
+        if at is not None and _is_at(step.node, at):
+            _stop(step)
 
-    def __init__(self, at: str | None) -> None:
-        self._at = at
-        self.first_nan: Found | None = None
 
-    def follow(self, steps: Steps) -> list[Values]:
-        while True:
-            try:
-                step = next(steps)
-            except StopIteration as end:
-                results: list[Values] = end.value
-                return results
-            operation = operation_of(step.node)
-            if has_own_numbers(step.node):
-                self._look(step.values, operation, place_of(step.node), step.steps)
-            if self._at is not None and _is_at(step.node, self._at):
-                _stop(step, operation)
-
-    def _look(self, values: Values, operation: str, line: str, steps: tuple[int, ...]) -> None:
-        if self.first_nan is not None:
-            return
-        for rank, value in values.items():
-            if any(isinstance(x, torch.Tensor) and holds(x, ("NaN",)) for x in tree_leaves(value)):
-                self.first_nan = Found(operation, line, rank, steps)
-                return
+def _nan_in(step: Step) -> Found | None:
+    for rank, value in step.values.items():
+        if any(isinstance(x, torch.Tensor) and holds(x, ("NaN",)) for x in tree_leaves(value)):
+            return Found(operation_of(step.node), place_of(step.node), rank, step.steps)
+    return None
 
 
 def _is_at(node: Node, at: str) -> bool:
@@ -299,7 +285,7 @@ def _shape(recorded: Recorded) -> list[Any]:
     return [recorded.facts.ranks, kinds, nodes]
 
 
-def _stop(step: Step, operation: str) -> None:
+def _stop(step: Step) -> None:
     """The debugger, as if it had stopped at the line of the user's that made an operation."""
     file, number = file_and_line(step.node) or ("<graph>", 1)
     names: dict[str, Any] = {
@@ -307,7 +293,7 @@ def _stop(step: Step, operation: str) -> None:
         for each, values in zip(step.node.all_input_nodes, step.inputs, strict=True)
     }
     names |= {step.node.name: list(step.values.values())}
-    names |= {"operation": operation, "ranks": list(step.values), "steps": step.steps}
+    names |= {"operation": operation_of(step.node), "ranks": list(step.values), "steps": step.steps}
     # code of our own, of which only the file and the line come from the record
     code = _AT.replace(co_filename=file, co_firstlineno=number, co_name="<module>")
     FunctionType(code, names | {"_pause": _pause})()

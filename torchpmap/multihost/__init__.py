@@ -31,13 +31,7 @@ from torchpmap._layout import axis_stack
 from torchpmap._runtime.current import job_runtime, process_count, process_index
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous, texts_by_rank
 from torchpmap._sharded.tensor import ShardedTensor
-from torchpmap.multihost._values import (
-    Parcel,
-    Share,
-    filled,
-    opened,
-    padded,
-)
+from torchpmap.multihost._values import Parcel, Share, opened, padded
 
 __all__ = ["all_gather", "assert_equal", "barrier", "broadcast", "local_rows"]
 
@@ -103,15 +97,15 @@ def broadcast(tree: Any, source: int = 0) -> Any:
     if not 0 <= source < count:
         raise IndexError(f"{what}: there is no such process; their numbers are 0 to {count - 1}.")
     mine = Parcel.of(tree) if process_index() == source else Parcel(b"", [])
-    if count == 1:
-        opened(mine.header, what)
-        return filled(mine.header, (value.clone() for value in mine.tensors))
-
-    headers = job_runtime().exchange(_everyone(), mine.header, what)
-    places = opened(headers[source], what)
-    tensors = mine.tensors if process_index() == source else places
-    received = job_runtime().together(lambda _: _sent_from(source, tensors))
-    return filled(headers[source], received)
+    header = mine.header
+    if count > 1:
+        header = job_runtime().exchange(_everyone(), header, what)[source]
+    found, places = opened(header, what)
+    for place, tensor in zip(places, mine.tensors, strict=False):  # none in other processes
+        place.copy_(tensor)
+    if count > 1:
+        job_runtime().together(lambda _: _fill_from(source, places))
+    return found
 
 
 @boundary
@@ -330,11 +324,8 @@ def _gathered(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     ]
 
 
-def _sent_from(source: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of process ``source``; in other processes only shapes and dtypes are used."""
+def _fill_from(source: int, places: Sequence[torch.Tensor]) -> None:
+    """Write to contiguous tensors what they hold in process ``source``."""
     group = job_runtime().group_of_all()
-    under_way = [c10d.broadcast(as_bytes(tensor), source, group) for tensor in tensors]
-    return [
-        c10d.wait_tensor(data).view(tensor.dtype).reshape(tensor.shape)
-        for tensor, data in zip(tensors, under_way, strict=True)
-    ]
+    for under_way in [c10d.broadcast_(as_bytes(place), source, group) for place in places]:
+        c10d.wait_tensor(under_way)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from torchpmap._base.data import DTYPES, packed, unpacked
 from torchpmap._base.errors import check_array, dtype_name, kind_of
 from torchpmap._base.fingerprint import as_bytes
 from torchpmap._layout.layout import Layout
-from torchpmap._runtime.current import process_index
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import host_tensor
 
@@ -26,13 +25,6 @@ def _host(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, ShardedTensor):
         return leaf.to_host()
     return host_tensor(leaf)
-
-
-def _is_foreign(leaf: Any) -> bool:
-    """Whether a value has blocks in other processes."""
-    return isinstance(leaf, ShardedTensor) and any(
-        device.process_index != process_index() for device in leaf.devices()
-    )
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class Share:
 
     @classmethod
     def of(cls, leaf: Any, path: str, tiled: bool) -> Share:
-        if _is_foreign(leaf):
+        if isinstance(leaf, ShardedTensor) and not leaf.is_fully_addressable:
             layout, _ = leaf._alive()
             mine = leaf.addressable_shards
             block = (
@@ -112,30 +104,21 @@ class Parcel:
             return cls(_REFUSED + f"{type(error).__name__}: {error}".encode(errors="replace"), [])
 
 
-def opened(header: bytes, what: str) -> list[torch.Tensor]:
-    """Empty tensors to receive the tensors of a tree.
+def opened(header: bytes, what: str) -> tuple[Any, list[torch.Tensor]]:
+    """A tree, and its tensors, which are still to be filled; its arrays share their memory.
 
     Raises:
         ValueError: the process could not send its tree.
         PmapError: this is not a header.
     """
     places: list[torch.Tensor] = []
+
+    def place(written: Any) -> Any:
+        shape, dtype, is_array = written
+        places.append(torch.empty(shape, dtype=DTYPES[dtype], device="cpu"))
+        return places[-1].numpy() if is_array else places[-1]
+
     if header.startswith(_REFUSED):
         text = header.removeprefix(_REFUSED).decode(errors="replace")
         raise ValueError(f"{what}: that process cannot give its tree: {text}")
-    unpacked(header.removeprefix(_GIVEN), lambda written: places.append(_place(*written)))
-    return places
-
-
-def _place(shape: Any, dtype: str, is_array: bool) -> torch.Tensor:
-    return torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
-
-
-def filled(header: bytes, tensors: Iterable[torch.Tensor]) -> Any:
-    """The tree, with its tensors."""
-    data = iter(tensors)
-
-    def take(written: Any) -> Any:
-        return next(data).numpy() if written[2] else next(data)
-
-    return unpacked(header.removeprefix(_GIVEN), take)
+    return unpacked(header.removeprefix(_GIVEN), place), places

@@ -171,7 +171,7 @@ class AccumulatingOptimizer:
             after[k][_CALLS] = torch.where(due, 0, each.calls)
             after[k][_GRAD] = torch.where(due, 0, each.mean)
             stepped[k] = torch.where(due, stepped[k], leaves[k])
-        return checks.closed(structure, stepped, after)
+        return structure.unflatten(stepped), structure.unflatten(after)
 
 
 class _Sum(NamedTuple):

@@ -53,11 +53,6 @@ def opened(
     return structure, leaves, given, states
 
 
-def closed(structure: Structure, leaves: Leaves, states: Leaves) -> tuple[Any, Any]:
-    """The trees of parameters and of their state."""
-    return structure.unflatten(leaves), structure.unflatten(states)
-
-
 def subtrees(structure: Structure, tree: Any, name: str) -> list[Any]:
     """What ``tree`` has in the place of each leaf of ``structure``."""
 

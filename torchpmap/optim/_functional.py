@@ -144,8 +144,8 @@ class FunctionalOptimizer:
             RuntimeError: derivatives would be lost, or the optimizer reads values under vmap.
         """
         structure, leaves, given, states = checks.opened(params, grads, state)
-        found = self._updated(structure, leaves, given, states, hyperparameters)
-        return checks.closed(structure, *found)
+        leaves, states = self._updated(structure, leaves, given, states, hyperparameters)
+        return structure.unflatten(leaves), structure.unflatten(states)
 
     def _updated(
         self,

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from torchpmap._base.errors import size_text
-from torchpmap._plan.collectives import met, name_of
+from torchpmap._plan.collectives import name_of
 from torchpmap._plan.cost import propagated
 from torchpmap._plan.plan import Plan
+from torchpmap._trace.graphs import met
 from torchpmap.profiler._record import Event, Recorded, Span
 
 Axes = dict[tuple[str, tuple[int, ...]], set[str]]

@@ -8,7 +8,7 @@ key, and raises if a generator was given.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -84,7 +84,7 @@ def _new(sample: _Sample) -> _Answer:
 def _factory(sample: _Sample) -> _Answer:
     def drawn(key: Any, *sizes: Any, size: Any = None, dtype: Any = None) -> torch.Tensor:
         sizes = sizes if size is None else (size,)
-        shape = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+        shape = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes
         return sample(key, tuple(shape), dtype or torch.get_default_dtype())
 
     return _new(drawn)
@@ -176,16 +176,13 @@ def vmaps_of(x: torch.Tensor) -> set[int]:
     return {level_of(layer) for layer in layers(x) if is_vmap_wrapper(layer)}
 
 
-def _random(
-    key: Any, shape: Any, dtype: torch.dtype, low: Any = None, high: Any = None, **named: Any
-) -> Any:
-    low, high = named.get("from", low), named.get("to", high)
-    if low is None:
-        # as torch: the integers that the dtype holds exactly
-        largest = round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else None
-        low, high = 0, torch.iinfo(dtype).max if largest is None else largest
-    elif high is None:
-        low, high = (0, low) if "from" not in named else (low, torch.iinfo(dtype).max)
+def _random(key: Any, shape: Any, dtype: torch.dtype, *limits: Any, **named: Any) -> Any:
+    names = ("from", "to") if len(limits) + len(named) > 1 else ("to",)
+    given = dict(zip(names, limits, strict=False)) | named
+    low, high = given.get("from", 0), given.get("to")
+    if high is None:  # as torch: up to the largest integer that the dtype holds exactly
+        is_real = dtype.is_floating_point
+        high = 1 + (round(2 / torch.finfo(dtype).eps) if is_real else torch.iinfo(dtype).max)
     return _integers(key, shape, dtype, low, high)
 
 
@@ -215,8 +212,28 @@ def _log_normal(
 # -- dropout and relatives -------------------------------------------------------------------------
 
 
-def _whole(input: torch.Tensor) -> tuple[int, ...]:
-    return tuple(input.shape)
+def _dropout(name: str) -> _Answer:
+    """``name``: of torch's function; ``feature``: of whole channels, ``alpha``: for SELU."""
+
+    def answer(key_of: KeyOf, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if not train or p == 0.0:
+            return input
+        shape = _channels(input) if "feature" in name else tuple(input.shape)
+        keep = bernoulli(key_of(), 1.0 - p, shape).to(input.dtype)
+        scale = keep / (1.0 - p) if p < 1.0 else keep * 0.0
+        shift: torch.Tensor | None = None
+        if "alpha" in name and p < 1.0:
+            alpha = 1.7580993408473766  # torch's number: minus the limit of SELU
+            slope = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5
+            scale, shift = keep * slope, (keep - 1) * (alpha * slope) + alpha * slope * p
+        if name.endswith("_"):
+            input.mul_(scale)
+            return input if shift is None else input.add_(shift)
+        return input * scale if shift is None else input * scale + shift
+
+    return answer
 
 
 def _channels(input: torch.Tensor) -> tuple[int, ...]:
@@ -225,39 +242,10 @@ def _channels(input: torch.Tensor) -> tuple[int, ...]:
     return (*input.shape[:2], *(1,) * (input.dim() - 2))
 
 
-def _plain_scale(keep: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return keep / (1.0 - p), None
-
-
-def _self_normalizing(keep: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-    alpha = 1.7580993408473766  # torch's number: minus the limit of SELU
-    scale = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5
-    return keep * scale, (keep - 1) * (alpha * scale) + alpha * scale * p
-
-
-def _dropout(
-    shape_of: Callable[[torch.Tensor], tuple[int, ...]],
-    scale_of: Callable[[torch.Tensor, float], tuple[torch.Tensor, torch.Tensor | None]],
-    *,
-    inplace: bool,
-) -> _Answer:
-    def answer(key_of: KeyOf, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        if not 0.0 <= p <= 1.0:
-            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-        if not train or p == 0.0:
-            return input
-        keep = bernoulli(key_of(), 1.0 - p, shape_of(input)).to(input.dtype)
-        scale, shift = scale_of(keep, p) if p < 1.0 else (keep * 0.0, None)
-        out = input.mul_(scale) if inplace else input * scale
-        return out if shift is None else out.add_(shift) if inplace else out + shift
-
-    return answer
-
-
 def _native_dropout(key_of: KeyOf, input: torch.Tensor, p: float, train: bool | None) -> Any:
     if train is False or p == 0.0:
         return input.clone(), torch.ones_like(input, dtype=torch.bool)
-    keep = bernoulli(key_of(), 1.0 - float(p), _whole(input))
+    keep = bernoulli(key_of(), 1.0 - float(p), tuple(input.shape))
     return input * (keep.to(input.dtype) / (1.0 - p) if p < 1.0 else 0.0), keep
 
 
@@ -308,13 +296,7 @@ def _attention(
     return weights @ value
 
 
-_Scale = Callable[[torch.Tensor, float], tuple[torch.Tensor, torch.Tensor | None]]
-_DROPOUTS: dict[str, tuple[Callable[[torch.Tensor], tuple[int, ...]], _Scale]] = {
-    "dropout": (_whole, _plain_scale),
-    "feature_dropout": (_channels, _plain_scale),
-    "alpha_dropout": (_whole, _self_normalizing),
-    "feature_alpha_dropout": (_channels, _self_normalizing),
-}
+_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 _IN_PLACE: dict[str, _Sample] = {
     "uniform_": _between,
     "normal_": _bell,
@@ -348,7 +330,6 @@ ANSWERS: dict[str, _Answer] = {
     "rrelu_": _rrelu(inplace=True),
     "scaled_dot_product_attention": _attention,
     **{name: _in_place(name, sample) for name, sample in _IN_PLACE.items()},
-    **{name: _dropout(*how, inplace=False) for name, how in _DROPOUTS.items()},
-    **{f"{name}_": _dropout(*how, inplace=True) for name, how in _DROPOUTS.items()},
+    **{name: _dropout(name) for each in _DROPOUTS for name in (each, f"{each}_")},
 }
 """By the name of the function of torch, which is that of the method and of the operation too."""

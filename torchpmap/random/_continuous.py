@@ -97,7 +97,10 @@ def truncated_normal(
     """
     words = one_key("truncated_normal", key)
     check_dtype("truncated_normal", dtype)
-    _check_order("truncated_normal", "lower", lower, "upper", upper)
+    if isinstance(lower, Number) and isinstance(upper, Number) and not lower < upper:
+        raise ValueError(
+            f"truncated_normal: got lower={lower} and upper={upper}, expected lower < upper."
+        )
     below, above = (as_tensor(x, key).to(dtype) for x in (lower, upper))
     if shape is None:
         shape = torch.broadcast_shapes(below.shape, above.shape)
@@ -124,10 +127,6 @@ class _Sampler(Protocol):
     ) -> torch.Tensor: ...
 
 
-_ARGS = """Args:
-        dtype: float32, float64, float16 or bfloat16.
-
-    Returns:"""
 _RAISES = """Raises:
         TypeError: the dtype is not a float, or ``key`` is not a key.
         ValueError: a negative size, or more than one key.
@@ -318,13 +317,6 @@ def as_tensor(value: Any, key: torch.Tensor) -> torch.Tensor:
         return value
     check_array(value, "an argument of torchpmap.random")
     return torch.as_tensor(value, device=key.device)
-
-
-def _check_order(function: str, name: str, low: Limit, other: str, high: Limit) -> None:
-    if isinstance(low, Number) and isinstance(high, Number) and not low < high:
-        raise ValueError(
-            f"{function}: got {name}={low} and {other}={high}, expected {name} < {other}."
-        )
 
 
 def _scaled(unit: torch.Tensor, span: Limit, low: Limit) -> torch.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.errors import dtype_name, wrong_dtype
-from torchpmap.random._continuous import as_tensor, between, check_broadcast
+from torchpmap.random._continuous import as_tensor, check_broadcast
 from torchpmap.random._threefry import (
     MASK,
     Words,
@@ -19,6 +19,7 @@ from torchpmap.random._threefry import (
     rounded,
     sampler,
     static_shape,
+    unit_interval,
 )
 
 INTEGERS = (int, np.integer)
@@ -57,18 +58,19 @@ def bernoulli(
     if isinstance(p, float):
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"bernoulli: got p={p}, expected a probability between 0 and 1.")
-        shape = static_shape("bernoulli", () if shape is None else shape)
-        number = rounded(p, torch.float32)
-        return between("bernoulli", words, shape, torch.float32, 0.0, 1.0) < number
-    if isinstance(p, int) or not as_tensor(p, key).is_floating_point():
-        raise TypeError(
-            f"bernoulli: got p of type {type(p).__name__}, expected a float or a floating-point "
-            "tensor."
-        )
-    chances = as_tensor(p, key)
-    shape = static_shape("bernoulli", chances.shape if shape is None else shape)
-    check_broadcast("bernoulli", "p", chances.shape, shape)
-    return between("bernoulli", words, shape, chances.dtype, 0.0, 1.0) < chances
+        chances: Any = rounded(p, torch.float32)
+        given, dtype = torch.Size(), torch.float32
+    else:
+        chances = as_tensor(p, key)
+        given, dtype = chances.shape, chances.dtype
+        if isinstance(p, int) or not dtype.is_floating_point:
+            raise TypeError(
+                f"bernoulli: got p of type {type(p).__name__}, expected a float or a "
+                "floating-point tensor."
+            )
+    shape = static_shape("bernoulli", given if shape is None else shape)
+    check_broadcast("bernoulli", "p", given, shape)
+    return unit_interval(words, shape, dtype) < chances
 
 
 @sampler
@@ -148,58 +150,30 @@ def randint(
     high, is_above = _clipped("maxval", maxval, key, shape, info)
     # A span of 2**64 wraps to 0, which stands for it.
     span = torch.where(high > low, high - low + is_above, 1)
-    unsigned = _Unsigned64 if dtype == torch.int64 else _Unsigned32
-    return (low + _offset(unsigned, words, shape, span)).to(dtype)
+    width = 64 if dtype == torch.int64 else 32
+    return (low + _offset(width, words, shape, span)).to(dtype)
 
 
-class _Unsigned32:
-    """Arithmetic modulo 2**32 on numbers held in int64."""
-
-    width = 32
-
-    @staticmethod
-    def remainder(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-        return x % divisor
-
-    @staticmethod
-    def multiply_add(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return (x * y + z) & MASK  # a product that overflows int64 keeps its low bits
-
-
-class _Unsigned64:
-    """Arithmetic modulo 2**64 on numbers held in int64, which wraps; a divisor 0 means 2**64."""
-
-    width = 64
-
-    @staticmethod
-    def remainder(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-        small = torch.where(divisor > 0, divisor, 1)
-        quotient = ((x >> 1) & _MAX64) // small << 1
-        rest = x - quotient * small  # below 2 * divisor
-        rest = torch.where(_not_below(rest, small), rest - small, rest)
-        return torch.where(divisor > 0, rest, torch.where(_not_below(x, divisor), x - divisor, x))
-
-    @staticmethod
-    def multiply_add(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return x * y + z
-
-
-def _offset(
-    unsigned: type[_Unsigned32] | type[_Unsigned64],
-    key: Words,
-    shape: tuple[int, ...],
-    span: torch.Tensor,
-) -> torch.Tensor:
-    """The remainder by ``span`` of twice as many random bits as the arithmetic has."""
+def _offset(width: int, key: Words, shape: tuple[int, ...], span: torch.Tensor) -> torch.Tensor:
+    """The remainder by ``span`` of twice ``width`` random bits, in numbers modulo 2**width."""
+    remainder = _remainder64 if width == 64 else torch.remainder
+    mask = -1 if width == 64 else MASK  # a product that overflows int64 keeps its low bits
     first, second = hashed_counts(key, (2,))
     higher, lower = (
-        unsigned.remainder(random_bits((first[i], second[i]), unsigned.width, shape), span)
-        for i in (0, 1)
+        remainder(random_bits((first[i], second[i]), width, shape), span) for i in (0, 1)
     )
-    zero = torch.zeros_like(span)
-    power = unsigned.remainder(zero + 2 ** (unsigned.width // 2), span)
-    power = unsigned.remainder(unsigned.multiply_add(power, power, zero), span)
-    return unsigned.remainder(unsigned.multiply_add(higher, power, lower), span)
+    power = remainder(torch.full_like(span, 2 ** (width // 2)), span)
+    power = remainder(power * power & mask, span)
+    return remainder(higher * power + lower & mask, span)
+
+
+def _remainder64(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """Of unsigned 64-bit numbers held in int64; a divisor 0 means 2**64."""
+    small = torch.where(divisor > 0, divisor, 1)
+    quotient = ((x >> 1) & _MAX64) // small << 1
+    rest = x - quotient * small  # below 2 * divisor
+    rest = torch.where(_not_below(rest, small), rest - small, rest)
+    return torch.where(divisor > 0, rest, torch.where(_not_below(x, divisor), x - divisor, x))
 
 
 def _not_below(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -19,17 +19,6 @@ from torchpmap.random._threefry import (
     threefry2x32,
 )
 
-_INTEGERS = (
-    torch.bool,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-)
 _WIDTHS = {torch.uint8: 8, torch.uint16: 16, torch.uint32: 32, torch.uint64: 64}
 
 
@@ -212,7 +201,7 @@ def _number(function: str, name: str, value: SupportsIndex) -> int:
 
 def _integer(function: str, name: str, value: torch.Tensor) -> torch.Tensor:
     """``value`` in int64: one integer."""
-    if value.dtype not in _INTEGERS:
+    if value.is_floating_point() or value.is_complex():
         raise TypeError(
             f"{function}: got {name} of dtype {dtype_name(value.dtype)}, expected an int "
             "or an integer tensor."

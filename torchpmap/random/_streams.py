@@ -150,16 +150,6 @@ class Streams(TorchFunctionMode):
         like = functools.reduce(torch.add, apart)
         return like.new_empty(new.shape, dtype=new.dtype, device=new.device)
 
-    @contextmanager
-    def again(self, draws: int) -> Iterator[None]:
-        """Repeat in the block the numbers that came after the first ``draws`` draws."""
-        self.draws, before = draws, self.draws
-        try:
-            with self:  # torch runs backward passes outside of all modes
-                yield
-        finally:
-            self.draws = before
-
     def next_key(self, func: Any, generator: Any = None) -> torch.Tensor:
         if self._randomness == "error":
             raise RuntimeError(
@@ -337,25 +327,14 @@ _truncated_replaced = Replaced(
 )
 
 
-def no_stream(prefix: str, drawn: str) -> str:
+def no_stream(prefix: str, drawn: str = "an operation in the function") -> str:
     """``prefix``: whose message it is; ``drawn``: what draws."""
     return (
         f"{prefix}: {drawn} draws random numbers from torch's generator, which would not be the "
-        f"rows' own. {_INSTEAD}"
+        "rows' own. Use torch's samplers (rand, randn, randint, randperm, normal, bernoulli, "
+        "multinomial, poisson, their *_like and in-place forms), nn.init, dropout, or "
+        "torchpmap.random with a key."
     )
-
-
-def uses_generator(prefix: str) -> str:
-    return (
-        f"{prefix}: an operation in the function draws from torch's generator, so its numbers "
-        f"would not be the rows' own. {_INSTEAD}"
-    )
-
-
-_INSTEAD = (
-    "Use torch's samplers (rand, randn, randint, randperm, normal, bernoulli, multinomial, "
-    "poisson, their *_like and in-place forms), nn.init, dropout, or torchpmap.random with a key."
-)
 
 
 # -- blocks ----------------------------------------------------------------------------------------
@@ -401,7 +380,7 @@ _body: ContextVar[str | None] = ContextVar("torchpmap_body", default=None)
 
 
 @contextmanager
-def repeated(active: Streams, draws: int, step: torch.Tensor | None) -> Iterator[None]:
+def repeated(active: Streams, draws: int, step: torch.Tensor | None = None) -> Iterator[None]:
     """In the block, the numbers that come after the first ``draws`` draws, and depend on ``step``
     of a loop too.
     """
@@ -409,7 +388,9 @@ def repeated(active: Streams, draws: int, step: torch.Tensor | None) -> Iterator
     if step is not None:
         active.steps.append(step)
     try:
-        with active:  # again: modes that were entered since then must see the keys
+        # again: backward passes run outside of all modes, and modes that were entered since then
+        # must see the keys
+        with active:
             yield
     finally:
         active.draws = max(before, active.draws)

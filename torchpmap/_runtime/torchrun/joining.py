@@ -97,6 +97,11 @@ def join(place: JobPlace, device_type: str, timeout_s: float, address: str | Non
     return _store.prefixed(f"torchpmap/{_attempt}")
 
 
+def attempt() -> str:
+    """The name of this attempt of the job, the same in all its processes; empty without a job."""
+    return _attempt or ""
+
+
 def _attempt_of(store: JobStore, place: JobPlace, deadline: Deadline, timeout_s: float) -> str:
     """A name for this attempt of the job, which all its processes agree on.
 
