@@ -323,8 +323,8 @@ def test_a_module_that_gathers_says_so_once():
 
     module, x = tp.replicate(Summing()), tp.shard_batch(X)
     message = (
-        r"^Summing is on the devices, but its operation aten\.cumsum\.default runs in this "
-        r"process, .* Cut another dim of the input, or call the module in a mapped function"
+        r"^Summing is on the devices, but its operation aten\.cumsum\.default gathers its "
+        r"operands, .* Cut another dim of the input, or call the module in a mapped function"
     )
     with pytest.warns(UserWarning, match=message) as found:
         module(x)

@@ -239,6 +239,8 @@ TAKEN: dict[str, Callable[[Any], Any]] = {
     "sort": lambda g: g.sort(0, descending=True).values,
     "an_inverse": lambda g: torch.linalg.inv(g[:2] + torch.eye(2)),
     "in_place": lambda g: (g * 2).cumsum_(0),
+    "all_rows": lambda g: sum(g),
+    "into_another": lambda g: torch.sum(g, 0, out=torch.zeros_like(g[0])),
 }
 """What runs on the devices although it needs rows of other processes."""
 
@@ -272,13 +274,19 @@ def writing_to_rows():
     return tp.multihost.all_gather(g)
 
 
+@expect_same(torch.tensor([[7.0, 7.0], [2.0, 3.0], [0.0, 1.0], [2.0, 3.0]]))
+def assigning_rows():
+    g = spanning(ROWS)
+    g[2:] = g[:2]
+    g[0] = 7.0
+    return tp.multihost.all_gather(g)
+
+
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "aten.index.Tensor": lambda g: g[torch.tensor([True, False, True, False])],
     "aten.equal.default": lambda g: torch.equal(g, g),
     "aten.allclose.default": lambda g: torch.allclose(g, g),
     "aten.nonzero.default": lambda g: g.nonzero(),
-    "x[...] = value": lambda g: g.__setitem__(0, 1.0),
-    "iterating": lambda g: list(g),
 }
 """What raises on every rank, by the name that the error has for it."""
 

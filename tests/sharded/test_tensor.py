@@ -110,7 +110,7 @@ def test_numpy_and_matplotlib_accept_it(y):
 
 def test_indices_on_the_devices_and_iteration(y, monkeypatch):
     where = tp.replicate(torch.tensor([3, 1]))
-    same(y[where], ROWS[[3, 1]])
+    same(y[where].cpu(), ROWS[[3, 1]])
     same(ROWS[where].cpu(), ROWS[[3, 1]])
     mask = tp.device_put(torch.tensor([True, False, True, False]), tp.devices())
     same(y[mask], ROWS[[0, 2]])

@@ -90,7 +90,7 @@ class Config:
         progress: whether a line on the terminal, or in the cell of a notebook, says what is traced
             or compiled when that takes more than 2 s.
         traceback: ``"folded"`` (tracebacks show the frames of the user's code only) or ``"full"``.
-        gathers: what follows when an operation on sharded tensors fetches its operands, an argument
+        gathers: what follows when an operation on sharded tensors gathers its operands, an argument
             is moved, or a function of ``jit`` is traced whose operands must be resharded:
             ``"allow"``, ``"warn"`` or ``"raise"``.
         debug_nans: whether a call of a mapped or jitted function waits for its results and raises

@@ -52,10 +52,6 @@ class CommonGrid(Grid):
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype, cut: Cut) -> Layout:
         """The layout with this cut, on a mesh of its own if none of the meshes has axes for it."""
-        return self.known_layout(shape, dtype, cut) or super().layout(shape, dtype, cut)
-
-    def known_layout(self, shape: Sequence[int], dtype: torch.dtype, cut: Cut) -> Layout | None:
-        """The layout with this cut, on the first mesh that has axes for it; None if none has."""
         if not cut:
             return replicated_layout(shape, dtype, self.devices)
         for mesh in self.meshes:
@@ -65,7 +61,7 @@ class CommonGrid(Grid):
             if None not in entries:
                 spec = PartitionSpec(*(entry or None for entry in entries))
                 return general_layout(shape, dtype, NamedSharding(mesh, spec), stacked=True)
-        return None
+        return super().layout(shape, dtype, cut)
 
     def spec_of(self, cut: Cut) -> PartitionSpec:
         """A cut, by the names of the grid."""

@@ -30,7 +30,7 @@ _ZEROS = {
 }
 
 
-class Unsupported(Exception):  # not an error: the caller gathers
+class Unsupported(Exception):  # not an error: it runs in this process
     """The call cannot run on the devices."""
 
 

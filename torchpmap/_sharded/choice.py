@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torchpmap._layout.grid import Cut, padded, trimmed
-from torchpmap._sharded.arguments import Unsupported
 from torchpmap._sharded.rules.signature import Call, Operand, Placement, Rule, placement_of
 
-_MAX_TRIED = 4096
+_MAX_TRIED = 2**18
+"""Ways to lay out one operand; of n operands there are n * n times fewer, as each takes longer."""
 _NEVER = 1e12
 """Bytes: data yields to a weight only where nothing else is possible."""
 _LOCAL = 0.25
@@ -29,7 +29,6 @@ def chosen(
     *,
     weights: Collection[int] = (),
     wish: Cut = (),
-    moves: bool = True,
 ) -> tuple[Call, Placement]:
     """The call with the cuts that its operands are brought to, and how it runs then.
 
@@ -39,18 +38,12 @@ def chosen(
         rule: of the operation; without one all operands are gathered.
         weights: positions of the operands that are weights.
         wish: the cut of the first result, if operands allow it as they lie.
-        moves: whether to bring operands to other cuts at all.
-
-    Raises:
-        Unsupported: it cannot run with its operands as they lie, and they do not move.
     """
     call = call_with(cuts)
     placement = placement_of(call, rule, wish)
     if placement is not None:
         return call, placement
-    if not moves:
-        raise Unsupported
-    operands, sizes = call.operands, call.sizes
+    operands, sizes = call.operands if rule else (), call.sizes
     places = [operand.position for operand in operands]
     of_weights = {k for o in operands if o.position in weights for over in o.cut for k in over}
     options = [
@@ -58,7 +51,8 @@ def chosen(
         for o in operands
     ]
     best: tuple[float, Call, Placement] | None = None
-    for combination in itertools.islice(itertools.product(*options), _MAX_TRIED):
+    most = _MAX_TRIED // max(len(operands), 1) ** 2
+    for combination in itertools.islice(itertools.product(*options), most):
         cost = sum(price for _, price in combination)
         if best is not None and cost >= best[0]:
             continue

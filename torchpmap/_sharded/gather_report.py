@@ -1,6 +1,4 @@
-"""Reports of the operations on sharded tensors that bring data to the host, and of arguments that
-are moved.
-"""
+"""Reports of the operations on sharded tensors that gather, and of arguments that are moved."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _reports: ContextVar[tuple[list[Gather], ...]] = ContextVar("torchpmap_gathers",
 
 @dataclass(frozen=True)
 class Gather:
-    """One operation that was done on the host, or one argument that was moved."""
+    """One operation that gathered its operands, or one argument that was moved."""
 
     where: str
     """``file:line`` of the caller; an operation of a backward pass names the line that started it.
@@ -36,7 +34,7 @@ class Gather:
     layout than the function takes.
     """
     num_bytes: int
-    """How much was fetched for it, or moved."""
+    """Of the operands that were gathered, or of what was moved."""
 
 
 MOVE = "move"
@@ -44,8 +42,9 @@ MOVE = "move"
 
 @contextlib.contextmanager
 def report_gathers() -> Iterator[list[Gather]]:
-    """List the operations on ShardedTensors that fetch their operands and run on the host, and the
-    arguments of mapped functions that are moved because they lie in another layout.
+    """List the operations on ShardedTensors that gather their operands, on the devices or in this
+    process, and the arguments of mapped functions that are moved because they lie in another
+    layout.
 
     In a ``with`` block, the list grows by one ``Gather`` each.  Asking for the numbers
     (``numpy()``, ``item()``, ``print``) or for another layout (``device_put``) is not listed.
@@ -115,10 +114,10 @@ def _warn_of_module(name: str) -> None:
         return
     _warned.add((kind, name))
     warn(
-        f"{kind.__name__} is on the devices, but its operation {name} runs in this process, on "
-        "values that are fetched, because the devices cannot run it block by block (see "
-        "torchpmap.debug.report_gathers). Cut another dim of the input, or call the module in a "
-        "mapped function: torchpmap.functional(module), torchpmap.pmap."
+        f"{kind.__name__} is on the devices, but its operation {name} gathers its operands, "
+        "because it cannot run block by block (see torchpmap.debug.report_gathers). Cut another "
+        "dim of the input, or call the module in a mapped function: torchpmap.functional(module), "
+        "torchpmap.pmap."
     )
 
 

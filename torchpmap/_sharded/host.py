@@ -1,4 +1,4 @@
-"""Operations on sharded tensors that run in this process, on gathered copies.
+"""Operations on sharded tensors that only this process can run, on fetched copies.
 
 A value that the operation writes is sent to the devices again; the written tensor, and all tensors
 that share its value, then refer to the new value.
@@ -13,10 +13,10 @@ import torch
 from torch.autograd import forward_ad
 
 from torchpmap._base.errors import kind_of
-from torchpmap._base.pytree import tree_flatten, tree_map, tree_unflatten
+from torchpmap._base.pytree import tree_map
 from torchpmap._base.torch_internals import LEVEL, forward_state, lazy_bits, untraced
 from torchpmap._layout.common_grid import common_grid
-from torchpmap._layout.layout import Layout, spread_layout
+from torchpmap._layout.layout import Layout
 from torchpmap._sharded.arguments import is_by_columns, occurrences
 from torchpmap._sharded.draws import (
     FROM_VALUES,
@@ -29,14 +29,12 @@ from torchpmap._sharded.draws import (
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.layers import on_host
 from torchpmap._sharded.spmd import in_columns
-from torchpmap._sharded.strides import strides_of_call, strides_of_copy
-from torchpmap._sharded.transfer import is_whole_here, store
+from torchpmap._sharded.strides import strides_of_copy
+from torchpmap._sharded.transfer import is_whole_here
 from torchpmap._sharded.trial import insist_on_kind
 from torchpmap._sharded.views import (
     Make,
-    check_writable,
     host_copies,
-    link_view,
     share_values,
     write,
 )
@@ -64,16 +62,17 @@ def _run(
         return _of_no_values(func, args, kwargs, operands)
     if is_drawn(func, args, operands):
         return draw(make, func, args, kwargs)
-    if not all(map(_is_here, operands)):
-        if func in FROM_VALUES:
-            return draw_from_whole(make, func, args, kwargs, operands)
-        if common_grid([operand._alive()[0] for operand in operands]) is None:
-            kept = (*targets, *operands)[0]
-            moved = [operand for operand in operands if operand is not kept]
-            args, kwargs = with_whole(make, func, args, kwargs, moved)
-            return func(*args, **kwargs)
-    for operand in operands:
-        insist_whole(operand, str(func))
+    layouts = [operand._alive()[0] for operand in operands]
+    if func in FROM_VALUES and not all(map(is_whole_here, layouts)):
+        return draw_from_whole(make, func, args, kwargs, operands)
+    are_together = len({layout.ranks for layout in layouts}) == 1
+    if are_together and len(targets) < 2 and common_grid(layouts) is None:
+        kept = (*targets, *operands)[0]
+        moved = [operand for operand in operands if operand is not kept]
+        args, kwargs = with_whole(make, func, args, kwargs, moved)
+        return func(*args, **kwargs)
+    for layout in layouts:
+        _insist_whole(layout, func)
     if func is not torch.ops.aten._local_scalar_dense.default:
         note_gather(func, sum(operand.nbytes for operand in operands))
     if share_values(targets, operands):
@@ -89,23 +88,18 @@ def _run(
         _write_back(make, func, targets, gathered)
         originals = {id(gathered[id(target)]): target for target in targets}
         return tree_map(lambda value: originals.get(id(value), value), result)
-    return _view_of(make, args[0], func, args[1:], result) if func.is_view else result
+    return result
 
 
 _META = torch.device("meta")
 
 
-def _is_here(operand: Any) -> bool:
-    return is_whole_here(operand._alive()[0])
-
-
-def insist_whole(operand: Any, what: str) -> None:
+def _insist_whole(layout: Layout, func: Any) -> None:
     """Raise, in all processes, if only several of them have a value together."""
-    layout: Layout = operand._alive()[0]
     if not is_whole_here(layout):
         where = " ".join(map(str, layout.devices))
         raise RuntimeError(
-            f"{what} needs the whole value {kind_of(layout.shape, layout.dtype)}, as the devices "
+            f"{func} needs the whole value {kind_of(layout.shape, layout.dtype)}, as the devices "
             f"cannot run it block by block, but its blocks ({layout.sharding.spec} on {where}) are "
             "in several processes. Run it in a mapped function (torchpmap.pmap, "
             "torchpmap.shard_map), or on torchpmap.multihost.all_gather(x), which every process "
@@ -127,17 +121,6 @@ def _of_no_values(
     return func(*args, **kwargs)
 
 
-def assign(make: Make, target: Any, index: Any, value: Any) -> None:
-    """``target[index] = value`` on a copy of the whole value."""
-    check_writable(target)
-    insist_whole(target, "x[...] = value")
-    host = target.to_host()
-    note_gather(torch.ops.aten.index_put_.default, host.nbytes)
-    host[index] = value
-    handle = send_again(target._alive()[0], host, "what x[...] = value writes")
-    write(target, handle, make)
-
-
 def _copy(operand: Any) -> torch.Tensor:
     """A copy on the host with the same order of dims in memory, which the result inherits."""
     host: torch.Tensor = operand.to_host()
@@ -156,19 +139,6 @@ def _write_back(
     for target in targets:
         handle = send_again(target._layout, gathered[id(target)], f"what {func} writes")
         write(target, handle, make)
-
-
-def _view_of(make: Make, parent: Any, func: Any, args: Sequence[Any], result: Any) -> Any:
-    """Put a view on the devices again, so that a write to it can reach ``parent``."""
-    layout = parent._alive()[0]
-    leaves, spec = tree_flatten(result)
-    found = strides_of_call(func, (parent, *args))
-    views = []
-    for leaf, strides in zip(leaves, found, strict=True):
-        wanted = spread_layout(leaf.shape, leaf.dtype, layout.devices)
-        views.append(make(wanted, store(wanted, leaf), strides=strides))
-    link_view(views, parent, func, args)
-    return tree_unflatten(views, spec)
 
 
 def is_recorded(x: torch.Tensor) -> bool:

@@ -1,7 +1,8 @@
 """Assignments ``x[index] = value``, and indices that are masks.
 
-``x[:, 0] = 1`` is a write through a view, and stays on the devices if the view does.  A view of a
-part of a cut dim is made on the host: then the assignment takes one copy of the whole value.
+``x[:, 0] = 1`` is a write through a view, unless this is of a part of a cut dim: then a copy of the
+whole value is written in this process, which has it, and sent.  Views would gather, and be a plan
+for each place.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from torchpmap._base.ambient import ambient
 from torchpmap._base.errors import kind_of
 from torchpmap._collectives import backend as raw
 from torchpmap._layout.common_grid import CommonGrid, common_grid
-from torchpmap._layout.grid import Cut
 from torchpmap._layout.layout import Layout, spread_layout
 from torchpmap._runtime.base import Team
 from torchpmap._runtime.defining import define
@@ -31,8 +30,8 @@ from torchpmap._sharded.choice import chosen
 from torchpmap._sharded.on_blocks import OnBlocks, described
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._sharded.spmd import Emitter, listed
-from torchpmap._sharded.transfer import is_whole_here, places_here
-from torchpmap._sharded.trial import is_refused_here, tried
+from torchpmap._sharded.transfer import places_here
+from torchpmap._sharded.trial import tried
 from torchpmap._sharded.unforeseen import has_unforeseen_results, is_random, name_of
 
 _aten = torch.ops.aten
@@ -158,7 +157,7 @@ def lower_operation(
         prefer: layout for the first result, where those of the operands allow it.
 
     Raises:
-        Unsupported: the call must be gathered.
+        Unsupported: it is for this process.
         What torch raises for such arguments.
     """
     present = [layout for layout in layouts if layout]
@@ -169,25 +168,21 @@ def lower_operation(
     if is_random(func, given) or has_unforeseen_results(func, given, operands, present[0]):
         raise Unsupported
     func, arguments = plain(func, arguments)
-    trial = tried(func, arguments, operands)
     on_cpu = grid.devices[0].platform == "cpu"
-    if on_cpu and is_refused_here(func, arguments, operands):
-        raise Unsupported  # torch's error comes from the operation on the host
-    call, placement = chosen(
-        partial(described, trial, grid.sizes),
-        {k: grid.cut_of(layout) for k, layout in enumerate(layouts) if layout},
-        rule_of(func),
-        wish=grid.cut_of(prefer) if prefer and prefer.sharding.mesh in grid.meshes else (),
-        moves=any(map(_spans, present)),  # nothing can gather it
-    )
-    is_host = [layouts[position] is None for position in trial.written]
-    if any(is_host) or (any(placement.combine) and not trial.makes_new):
-        raise Unsupported  # it writes to a tensor on the host, or parts of what it writes
-    on_blocks = OnBlocks(trial, call, placement)
-    if (on_cpu and on_blocks.is_refused()) or not on_blocks.fits():
-        raise Unsupported
+    trial = tried(func, arguments, operands, on_cpu=on_cpu)
+    if any(layouts[position] is None for position in trial.written):
+        raise Unsupported  # it writes to a tensor on the host
+    call_with = partial(described, trial, grid.sizes)
+    cuts = {k: grid.cut_of(layout) for k, layout in enumerate(layouts) if layout}
+    wish = grid.cut_of(prefer) if prefer and prefer.sharding.mesh in grid.meshes else ()
+    on_blocks = OnBlocks(trial, *chosen(call_with, cuts, rule_of(func), wish=wish))
+    if not _runs(on_blocks, on_cpu):
+        on_blocks = OnBlocks(trial, *chosen(call_with, {}, None))
+        if not _runs(on_blocks, on_cpu):
+            raise Unsupported
+    wanted = on_blocks.placement.operands
     inputs = tuple(
-        layout or (None if k in trial.numbers else _layout(grid, x, placement.operands[k]))
+        layout or (None if k in trial.numbers else grid.layout(x.shape, x.dtype, wanted[k]))
         for k, (x, layout) in enumerate(zip(trial.values, layouts, strict=True))
     )
     if None in inputs:
@@ -195,9 +190,11 @@ def lower_operation(
     return _emitted(team, Emitter(grid), on_blocks, inputs, layouts)
 
 
-def _spans(layout: Layout) -> bool:
-    """Whether this process has some blocks of a value, and others have the rest."""
-    return bool(places_here(layout)) and not is_whole_here(layout)
+def _runs(on_blocks: OnBlocks, on_cpu: bool) -> bool:
+    """Whether it runs on the blocks that it is given, and results come out as they should."""
+    if not on_blocks.trial.makes_new and any(on_blocks.placement.combine):
+        return False  # what it writes would be parts of a sum
+    return not (on_cpu and on_blocks.is_refused()) and on_blocks.fits()
 
 
 def _emitted(
@@ -225,7 +222,7 @@ def _emitted(
             wholes = [spread_layout(x.shape, x.dtype, grid.devices) for x in trial.results]
             cuts = tuple(cut or grid.cut_of(x) for cut, x in zip(cuts, wholes, strict=True))
         pairs = zip(trial.results, cuts, strict=True)
-        outputs += tuple(_layout(grid, result, cut) for result, cut in pairs)
+        outputs += tuple(grid.layout(result.shape, result.dtype, cut) for result, cut in pairs)
     made = zip(emitter.parts(on_blocks, blocks), on_blocks.cuts, outputs, strict=True)
     results = [
         emitter.resharded(
@@ -246,10 +243,3 @@ def _emitted(
         checks_numbers=None in inputs and trial.has_integers,
         keeps_order=facts_of(trial.func).keeps_order and not trial.written,
     )
-
-
-def _layout(grid: CommonGrid, value: torch.Tensor, cut: Cut) -> Layout:
-    layout = grid.known_layout(value.shape, value.dtype, cut)
-    if layout is None:
-        raise Unsupported
-    return layout

@@ -12,7 +12,7 @@ from torchpmap._base.pytree import tree_leaves
 from torchpmap._layout.grid import Cut, block_shape
 from torchpmap._sharded.arguments import Slot, filled
 from torchpmap._sharded.rules.signature import Call, Combination, Operand, Placement
-from torchpmap._sharded.trial import Trial, is_refused_here, masked, meta, on_meta
+from torchpmap._sharded.trial import Trial, check_here, masked, meta, on_meta
 from torchpmap._sharded.unforeseen import ROUNDED
 
 _aten = torch.ops.aten
@@ -95,9 +95,10 @@ class OnBlocks:
     def is_refused(self) -> bool:
         """Whether the kernel of CPUs refuses what it takes as a whole: some refuse one element."""
         try:
-            return is_refused_here(*self.block_call(), self._blocks())
+            check_here(*self.block_call(), self._blocks())
         except Exception:
             return True
+        return False
 
     def fits(self) -> bool:
         """Whether results come out in the shapes and dtypes of their blocks."""

@@ -8,7 +8,7 @@ layouts, structure, arguments that are not tensors, settings of torch as for map
 reused from then on.  Python numbers of elementwise operations are inputs, so a new learning rate
 makes no new plan.
 
-A call that cannot run block by block has no plan: the caller gathers.
+A call that devices cannot run has no plan: it runs in this process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Known:
     def __init__(self, team: Team) -> None:
         self.team = team
         self.operations: dict[Hashable, Operation | None] = {}
-        """None: known to need a gather.  Least recently used first."""
+        """None: known to run in this process.  Least recently used first."""
         self.numbers: dict[Hashable, Handle] = {}
         self.seen: dict[Hashable, int] = {}
         """Numbers that all processes have given to operations -> digest."""
@@ -170,7 +170,7 @@ _PLAIN = (str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 def operation_for(
     kind: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Operation, list[Any]] | None:
-    """The plan of a call and its operands; None if the call must be gathered.
+    """The plan of a call and its operands; None if it is for this process.
 
     Raises:
         RuntimeClosed: an operand belongs to a pool that is closed.

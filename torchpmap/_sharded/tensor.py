@@ -5,8 +5,8 @@ dtype, and which rank holds which block) and a handle (the name of the blocks on
 last reference frees them).  Values are immutable: an in-place operation computes a new value and
 makes this tensor refer to it.
 
-An operation that can run block by block runs on the workers, and its results stay there; any other
-operation gathers its operands and runs on the host.
+An operation runs on the workers, and its results stay there.  For one that only this process can
+run, such as one whose result has a shape that depends on values, the operands are fetched.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from torchpmap._layout.layout import Layout, Shard
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.arguments import CHANNELS_LAST, facts_of, occurrences, written_by
-from torchpmap._sharded.host import ToHost, assign, insist_whole, is_recorded, run_on_host
+from torchpmap._sharded.gather_report import note_gather
+from torchpmap._sharded.host import ToHost, is_recorded, run_on_host
 from torchpmap._sharded.host_copy import host_copy
 from torchpmap._sharded.indexing import (
     INDEXING,
@@ -96,8 +97,8 @@ class ShardedTensor(Remote):
     same name).
 
     Results of ``pmap`` and of ``device_put`` are of this class.  ``shape``, ``dtype`` and ``len``
-    fetch nothing.  Every torch function works on it: on the devices if the function works block by
-    block or ends in a sum, maximum or the like over all rows, else on the host.  Passing it to a
+    fetch nothing.  Every torch function works on it, on the devices unless the shape of its result
+    depends on values.  Passing it to a
     mapped function moves nothing if it is already laid out as needed.  The workers free the data
     when the last reference dies.
 
@@ -306,25 +307,27 @@ class ShardedTensor(Remote):
         return super().__getitem__(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        layout, _ = self._alive()
+        layout, handle = self._alive()
         if num_modes():
             super().__setitem__(index, value)
             return
         index = plain_index(index)
         if any(isinstance(x, torch.Tensor) and is_recorded(x) for x in (self, value)) or not (
-            takes_part_of_a_cut(layout, index)
+            is_whole_here(layout) and takes_part_of_a_cut(layout, index)
         ):
             super().__setitem__(index, value)
             return
-        assign(make_sharded, self, index, value)
-        if not self.is_inference():
-            torch.autograd.graph.increment_version(self)
+        host = gather(layout, handle)
+        note_gather(_aten.index_put_.default, host.nbytes)
+        host[index] = value
+        self.copy_(host)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         if self.dim() == 0:
             raise TypeError("iteration over a 0-d tensor")
-        is_view = num_modes() or is_recorded(self) or self._alive()[0].is_replicated
-        insist_whole(self, "iterating")
+        layout = self._alive()[0]
+        is_view = num_modes() or is_recorded(self) or layout.is_replicated
+        is_view = is_view or not is_whole_here(layout)
         return iter((self if is_view else self.to_host()).unbind(0))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

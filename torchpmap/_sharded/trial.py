@@ -76,11 +76,12 @@ class Trial:
             call(self.func, filled(self.arguments, ones))
 
 
-def tried(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> Trial:
-    """Run a call on meta tensors of the whole shapes."""
+def tried(
+    func: Any, arguments: dict[str, Any], operands: Sequence[Any], *, on_cpu: bool = True
+) -> Trial:
+    """Run a call on meta tensors of the whole shapes; ``on_cpu``: whether the devices are CPUs."""
+    check_here(func, arguments, operands, on_cpu=on_cpu)
     values = stand_ins(operands, lambda x: meta(x.shape, x.dtype))
-    if any(isinstance(x, torch.Tensor) and not x.numel() for x in operands):
-        _try_empty(func, arguments, values)
     result = masked(on_meta(func, arguments, values), arguments)
     leaves, spec = tree_flatten(result)
     if any(not (leaf is None or isinstance(leaf, torch.Tensor)) for leaf in leaves):
@@ -129,7 +130,7 @@ def on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any:
             raise Unsupported from None
         except Exception as error:
             if rule_of(func) is not None:  # without a rule it may need the values
-                _raise_as_on_host(func, arguments, values, error)
+                _raise_as_here(func, arguments, values, error)
             raise Unsupported from None
 
 
@@ -141,56 +142,48 @@ def masked(result: Any, arguments: dict[str, Any]) -> Any:
     return tuple(x if wants else None for x, wants in zip(result, wanted, strict=True))
 
 
-def _try_empty(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> None:
-    """Raise if a call on nothing fails: some reductions check that on devices only."""
+_COMMON = frozenset([torch.float32, torch.float64])
+_MAX_TRIED = 2**16
+
+
+def check_here(
+    func: Any, arguments: dict[str, Any], values: Sequence[Any], *, on_cpu: bool = True
+) -> None:
+    """Run a call in this process, on numbers that stand for its operands, where meta tensors allow
+    what kernels refuse and the error of a device would come late.
+
+    Some reductions refuse nothing; on CPUs, dtypes other than the common ones are refused.  A large
+    call is not tried: that would take as long as the call.
+
+    Raises:
+        Unsupported: it fails, but on other values it may not.
+        What torch raises, if it does not depend on the values.
+    """
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    is_common = {x.dtype for x in tensors} <= _COMMON or name_of(func) in INSTEAD
+    is_large = sum(x.numel() for x in tensors) > _MAX_TRIED
+    if all(x.numel() for x in tensors) and (is_common or is_large or not on_cpu):
+        return
     with outside_modes(), torch.no_grad():
         try:
-            _raise_as_on_host(func, arguments, values, Unsupported())
+            _raise_as_here(func, arguments, values, Unsupported())
         except Exception:
             if rule_of(func) is not None:  # without a rule it may need the values
                 raise
             raise Unsupported from None
 
 
-_COMMON = frozenset([torch.float32, torch.float64])
-_MAX_TRIED = 2**16
-
-
-def is_refused_here(func: Any, arguments: dict[str, Any], operands: Sequence[Any]) -> bool:
-    """Whether the kernel of CPUs refuses a call: of dtypes other than the common ones it refuses
-    what meta tensors allow, and from a device the error would come late.
-
-    A large call is not tried: that would take as long as the call.
-
-    Raises:
-        What torch raises, if it does not depend on the values.
-    """
-    tensors = [x for x in operands if isinstance(x, torch.Tensor)]
-    large = sum(x.numel() for x in tensors) > _MAX_TRIED
-    if large or {x.dtype for x in tensors} <= _COMMON or name_of(func) in INSTEAD:
-        return False
-    is_elementwise = rule_of(func) is elementwise
-    new = torch.ones if is_elementwise else torch.zeros  # no divisor may be 0, and places must be
-    with outside_modes(), torch.no_grad():
-        values = stand_ins(operands, lambda x: new(x.shape, dtype=x.dtype, device="cpu"))
-        try:
-            call(func, filled(arguments, values))
-        except Exception:
-            if is_elementwise:  # whatever the values are
-                raise
-            return True
-    return False
-
-
-def _raise_as_on_host(
+def _raise_as_here(
     func: Any, arguments: dict[str, Any], values: Sequence[Any], error: Exception
 ) -> None:
-    """Raise what a call raises on the host; on meta tensors some errors have another text."""
+    """Raise what a call raises in this process; on meta tensors some errors have another text."""
+    # no divisor may be 0, and places must be
+    new = torch.ones if rule_of(func) is elementwise else torch.zeros
     try:
-        zeros = stand_ins(values, lambda x: torch.zeros(x.shape, dtype=x.dtype, device="cpu"))
+        given = stand_ins(values, lambda x: new(x.shape, dtype=x.dtype, device="cpu"))
     except RuntimeError:  # not enough memory
         raise error from None
-    call(func, filled(arguments, zeros))
+    call(func, filled(arguments, given))
 
 
 def stand_ins(values: Sequence[Any], make: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:

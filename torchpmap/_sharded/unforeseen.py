@@ -1,4 +1,4 @@
-"""Operations that run on the host: a call on meta tensors does not show what devices return."""
+"""Operations that run in this process: a call on meta tensors does not show what devices return."""
 
 from __future__ import annotations
 

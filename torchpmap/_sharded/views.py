@@ -27,6 +27,7 @@ from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
 from torchpmap._sharded.operations import move
 from torchpmap._sharded.transfer import store
+from torchpmap._sharded.unforeseen import name_of
 
 _aten = torch.ops.aten
 Make = Callable[..., Any]
@@ -266,31 +267,20 @@ def _permute(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tens
     return part.permute([order.index(dim) for dim in range(whole.ndim)])
 
 
-def _select(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return torch.select_scatter(whole, part, view.args[0], view.args[1])
+def _scatter(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    scatter = getattr(_aten, f"{name_of(view.func)}_scatter").default
+    result: torch.Tensor = scatter(whole, part, *view.args)
+    return result
 
 
 def _unbind(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return torch.select_scatter(whole, part, _argument(view, 0, 0), view.number)
 
 
-def _slice(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    dim, start, end, step = (_argument(view, k, d) for k, d in enumerate((0, None, None, 1)))
-    return torch.slice_scatter(whole, part, dim, start, end, step)
-
-
 def _split(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     sizes, dim = view.args[0], _argument(view, 1, 0)
     start = view.number * sizes if isinstance(sizes, int) else sum(sizes[: view.number])
     return torch.slice_scatter(whole, part, dim, start, start + part.shape[dim])
-
-
-def _diagonal(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return torch.diagonal_scatter(whole, part, *view.args)
-
-
-def _as_strided(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return torch.as_strided_scatter(whole, part, *view.args)
 
 
 def _as_dtype(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -308,12 +298,12 @@ def _as_real(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tens
 _BACK: dict[Any, Back] = {
     _aten._conj.default: _again,
     _aten._reshape_alias.default: _reshape,
-    _aten.as_strided.default: _as_strided,
-    _aten.diagonal.default: _diagonal,
+    _aten.as_strided.default: _scatter,
+    _aten.diagonal.default: _scatter,
     _aten.expand.default: _reshape,
     _aten.permute.default: _permute,
-    _aten.select.int: _select,
-    _aten.slice.Tensor: _slice,
+    _aten.select.int: _scatter,
+    _aten.slice.Tensor: _scatter,
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split,
     _aten.squeeze.default: _reshape,

@@ -43,6 +43,7 @@ from torchpmap._trace.optimizers import NotYet
 from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
+from torchpmap._transforms.call import reduced
 from torchpmap._transforms.jit_program import (
     JitCall,
     JitOptions,
@@ -102,7 +103,7 @@ class Jitted(Generic[_P, _R]):
         return f"<jit of {self._options.name}>"
 
     def __reduce__(self) -> Any:
-        return Jitted, (self.__wrapped__, self._options)
+        return reduced(self, self.__wrapped__, self._options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -370,4 +371,4 @@ def jit(
     Source: ``jax.jit`` over sharded arrays; effects are those of torch.
     """
     settings: dict[str, Any] = dict(locals())
-    return map_with(Jitted, make_options, settings, settings.pop("fun"))
+    return map_with(Jitted, make_options, settings, settings.pop("fun"), "fun of jit")

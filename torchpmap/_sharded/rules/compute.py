@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -163,47 +164,49 @@ def leading(num_batch: int, ndim: int) -> Labels:
     return (*range(num_batch), *(None,) * (ndim - num_batch))
 
 
-# -- products --------------------------------------------------------------------------------------
+# -- products and layers ---------------------------------------------------------------------------
 
 
-def _product(left: str, right: str, result: str, names: tuple[str, str]) -> Rule:
-    def rule(call: Call) -> Signature | None:
-        first, second = (call.arguments[name] for name in names)
-        operands: dict[int, Labels] = {first.position: tuple(left), second.position: tuple(right)}
-        bias = call.arguments.get("self") if "self" not in names else None
-        if bias is not None:
-            shared = aligned(bias.shape, call.results[0])
-            operands[bias.position] = tuple(None if k is None else result[k] for k in shared)
-        once = () if bias is None else (bias.position,)
-        return Signature(operands, (tuple(result),), ("sum",), once=once)
-
-    return rule
-
-
-# -- layers ----------------------------------------------------------------------------------------
-
-
-def batched(
-    names: str, num_rows: int, others: Combine = "sum", num_batch: int | Callable[[Call], int] = 1
+def letters(
+    takes: str,
+    results: str,
+    others: Combine = "sum",
+    num_batch: Callable[[Call], int] = lambda call: 0,
+    once: str = "",
 ) -> Rule:
-    """The operands ``names``, if they are given, and the first ``num_rows`` results have batch dims
-    in front; the other results are put together by ``others``.
+    """Labels as ``einsum`` has them: ``letters("self:ik mat2:kj", "ij")`` is a product of matrices.
+
+    Letters are for the first dims of operands, where these are given, and of results: ``.`` is a
+    dim without a label, ``*`` so many as ``num_batch`` says, ``-`` none, as for results at the end
+    that are left out.
+
+    Args:
+        others: how a result that lacks a label is put together.
+        once: the operand that is added to the first result, and may be broadcast.
     """
+    named = [item.split(":") for item in takes.split()]
 
     def rule(call: Call) -> Signature | None:
-        given = [call.arguments.get(name) for name in names.split()]
-        rows = [operand for operand in given if operand is not None]
-        dims = num_batch if isinstance(num_batch, int) else num_batch(call)
-        wanted = call.arguments.get("output_mask") or [True] * len(call.results)
-        if len(wanted) == len(call.results):  # fake kernels ignore the mask
-            wanted = [True] * len(wanted)
-        have_rows = [k < num_rows for k, wants in enumerate(wanted) if wants]
-        results = zip(have_rows, call.results, strict=True)
-        return Signature(
-            {operand.position: leading(dims, operand.ndim) for operand in rows},
-            tuple(leading(dims if has else 0, len(shape)) for has, shape in results),
-            tuple(None if has else others for has in have_rows),
-        )
+        def labels(text: str, ndim: int) -> Labels:
+            own: Labels = tuple(None if letter == "." else letter for letter in text.strip("-"))
+            own = tuple(range(num_batch(call))) if text == "*" else own
+            return (*own, *(None,) * (ndim - len(own)))
+
+        given = [(call.arguments.get(name), text) for name, text in named]
+        operands = [(operand, text) for operand, text in given if operand is not None]
+        found = {operand.position: labels(text, operand.ndim) for operand, text in operands}
+        if any(len(found[operand.position]) > operand.ndim for operand, _ in operands):
+            return None  # it has no batch, for example
+        texts: Iterator[str] = itertools.chain(results.split(), itertools.repeat("-"))
+        mask = call.arguments.get("output_mask") or ()
+        if len(mask) > len(call.results):  # else it is all True, or a fake kernel ignores it
+            texts = itertools.compress(texts, mask)
+        made = tuple(labels(text, len(x)) for x, text in zip(call.results, texts, strict=False))
+        alone = [call.arguments[once]] if once else []
+        for operand in alone:
+            shared = aligned(operand.shape, call.results[0])
+            found[operand.position] = tuple(None if k is None else made[0][k] for k in shared)
+        return Signature(found, made, (others,) * len(made), once=tuple(x.position for x in alone))
 
     return rule
 
@@ -216,42 +219,37 @@ def _dims_before(call: Call) -> int:
 
 def _convolution(call: Call) -> Signature | None:
     x, weight = call.arguments["input"], call.arguments["weight"]
-    return batched("grad_output input", 1)(call) if x.ndim == weight.ndim else None
+    return letters("grad_output:n input:n", "n")(call) if x.ndim == weight.ndim else None
 
 
 def _sampled(call: Call) -> Signature | None:
     if False in call.arguments.get("output_mask", ()):
         return None  # kernels give both gradients all the same, fake ones too
-    return batched("grad_output input grid", 2)(call)
+    return letters("grad_output:n input:n grid:n", "n n")(call)
 
 
-def _embedding(call: Call) -> Signature | None:
-    indices = call.arguments["indices"]
-    labels = numbered(indices.ndim, set())
-    return Signature({indices.position: labels}, ((*labels, None),))
+def _dims_of_indices(call: Call) -> int:
+    ndim: int = call.arguments["indices"].ndim
+    return ndim
 
 
 def _embedding_backward(call: Call) -> Signature | None:
     if call.arguments["scale_grad_by_freq"]:
         return None  # needs how often an index occurs on all devices
-    grad, indices = call.arguments["grad_output"], call.arguments["indices"]
-    labels = numbered(indices.ndim, set())
-    return Signature(
-        {indices.position: labels, grad.position: (*labels, None)}, ((None, None),), ("sum",)
-    )
+    return letters("grad_output:* indices:*", "-", num_batch=_dims_of_indices)(call)
 
 
 def _table() -> dict[str, Rule]:
     table: dict[str, Rule] = {
-        "addmm": _product("ik", "kj", "ij", ("mat1", "mat2")),
-        "addmv": _product("ik", "k", "i", ("mat", "vec")),
-        "baddbmm": _product("bik", "bkj", "bij", ("batch1", "batch2")),
-        "bmm": _product("bik", "bkj", "bij", ("self", "mat2")),
+        "addmm": letters("mat1:ik mat2:kj", "ij", once="self"),
+        "addmv": letters("mat:ik vec:k", "i", once="self"),
+        "baddbmm": letters("batch1:bik batch2:bkj", "bij", once="self"),
+        "bmm": letters("self:bik mat2:bkj", "bij"),
         "constant_pad_nd": trailing(lambda call: len(call.arguments["pad"]) // 2),
         "convolution": _convolution,
         "convolution_backward": _convolution,
-        "dot": _product("k", "k", "", ("self", "tensor")),
-        "embedding": _embedding,
+        "dot": letters("self:k tensor:k", "-"),
+        "embedding": letters("indices:*", "*", num_batch=_dims_of_indices),
         "embedding_dense_backward": _embedding_backward,
         "grid_sampler_2d": _sampled,
         "grid_sampler_2d_backward": _sampled,
@@ -259,13 +257,13 @@ def _table() -> dict[str, Rule]:
         "grid_sampler_3d_backward": _sampled,
         "index": _index,
         "index_put": _index,
-        "mm": _product("ik", "kj", "ij", ("self", "mat2")),
-        "mv": _product("ik", "k", "i", ("self", "vec")),
-        "native_layer_norm": batched("input", 3, num_batch=_dims_before),
-        "native_layer_norm_backward": batched(
-            "grad_out input mean rstd", 1, num_batch=_dims_before
+        "mm": letters("self:ik mat2:kj", "ij"),
+        "mv": letters("self:ik vec:k", "i"),
+        "native_layer_norm": letters("input:*", "* * *", num_batch=_dims_before),
+        "native_layer_norm_backward": letters(
+            "grad_out:* input:* mean:* rstd:*", "*", num_batch=_dims_before
         ),
-        "vdot": _product("k", "k", "", ("self", "other")),
+        "vdot": letters("self:k other:k", "-"),
     }
     for kind, names in _REDUCTIONS.items():
         table |= dict.fromkeys(names.split(), _reduction(kind))

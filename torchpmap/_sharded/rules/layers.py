@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torchpmap._sharded.rules.compute import aligned, batched, leading
+from torchpmap._sharded.rules.compute import aligned, letters
 from torchpmap._sharded.rules.signature import Call, Combine, Labels, Rule, Signature
 
 
-def _attention(names: str, num_rows: int, mask_name: str = "attn_bias") -> Rule:
+def _attention(kept: str, num_rows: int, mask_name: str = "attn_bias") -> Rule:
     """Rows and heads are batches; the mask, [T, S] or [B or 1, H or 1, T, S], may have them."""
-    without_mask = batched(names, num_rows, "equal", 2)
+    without_mask = letters(f"query:bh key:bh value:bh {kept}", "bh " * num_rows, "equal")
 
     def rule(call: Call) -> Signature | None:
         signature = without_mask(call)
@@ -19,9 +19,10 @@ def _attention(names: str, num_rows: int, mask_name: str = "attn_bias") -> Rule:
         if signature is None or mask is None:
             return signature
         whole = (*call.arguments["query"].shape[:2], None, None)[-mask.ndim :]
-        labels = tuple(dim if size == whole[dim] else None for dim, size in enumerate(mask.shape))
+        shared = zip("bh.."[-mask.ndim :], mask.shape, whole, strict=True)
+        labels = tuple(letter if size == full else None for letter, size, full in shared)
         wants_its_gradient = num_rows == 4 and len(call.results) == 4
-        if wants_its_gradient and labels[:2] != (0, 1):
+        if wants_its_gradient and labels[:2] != ("b", "h"):
             return None  # it is a sum over the rows
         return replace(signature, operands=signature.operands | {mask.position: labels})
 
@@ -43,34 +44,12 @@ def _loss(call: Call) -> Signature | None:
 
 def _nll(call: Call) -> Signature | None:
     x, target = call.arguments["self"], call.arguments["target"]
-    if target.ndim != x.ndim - 1:
+    if not target.ndim or target.ndim != x.ndim - 1:
         return None  # one row
-    operands = {x.position: leading(1, x.ndim), target.position: leading(1, target.ndim)}
     each = call.arguments["reduction"] == 0
-    if "grad_output" in call.arguments:
-        grad = call.arguments["grad_output"]
-        operands[grad.position] = leading(int(each), grad.ndim)
-        return Signature(operands, (leading(1, x.ndim),))
-    loss = leading(1, target.ndim) if each else ()
-    return Signature(operands, (loss, ()), (None if each else "equal", "equal"))
-
-
-def _lstm(call: Call) -> Signature:
-    """A layer of [T, B, I], whose states are [B, H]."""
-    batch: Labels = (None, 0, None)
-    state: Labels = (0, None)
-    labels = {"input": batch, "output": batch, "grad_output": batch}
-    labels |= dict.fromkeys(["hx_", "cx_", "cx_tmp", "hy_", "cy_", "grad_hy", "grad_cy"], state)
-    operands = {
-        call.arguments[name].position: own
-        for name, own in labels.items()
-        if call.arguments.get(name) is not None
-    }
-    if "output" not in call.arguments:
-        return Signature(operands, (batch, state, state, (None,)), (None, None, None, "equal"))
-    weights: tuple[Labels, ...] = ((None, None), (None, None), (None,), (None,))
-    kinds: tuple[Combine | None, ...] = (None, *("sum",) * 4, None, None)
-    return Signature(operands, (batch, *weights, state, state), kinds)
+    has_rows = each or "grad_output" in call.arguments
+    named = "self:n target:n" + " grad_output:n" * each
+    return letters(named, "n" if has_rows else "-", "equal")(call)
 
 
 _LOSSES = (
@@ -78,27 +57,30 @@ _LOSSES = (
     "binary_cross_entropy_backward huber_loss_backward mse_loss_backward smooth_l1_loss_backward"
 )
 _NLL = "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward"
-_HEADS = "query key value"
-_KEPT = f"{_HEADS} out logsumexp"
+_KEPT = "out:bh logsumexp:bh"
+_STATE = "hx_:b cx_:b cx_tmp:b hy_:b cy_:b grad_hy:b grad_cy:b"
+"""Of an LSTM, [B, H]; its input and output are [T, B, I]."""
 
 LAYERS: dict[str, Rule] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _attention(_HEADS, 2, "attn_mask"),
+    "_scaled_dot_product_flash_attention_for_cpu": _attention("", 2, "attn_mask"),
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(
-        f"grad_out {_KEPT}", 3, "attn_mask"
+        f"grad_out:bh {_KEPT}", 3, "attn_mask"
     ),
-    "_scaled_dot_product_flash_attention": _attention(_HEADS, 2),
-    "_scaled_dot_product_flash_attention_backward": _attention(f"grad_out {_KEPT}", 3),
-    "_scaled_dot_product_cudnn_attention": _attention(_HEADS, 2),
-    "_scaled_dot_product_cudnn_attention_backward": _attention(f"grad_out {_KEPT}", 3),
-    "_scaled_dot_product_efficient_attention": _attention(_HEADS, 2),
-    "_scaled_dot_product_efficient_attention_backward": _attention(f"grad_out_ {_KEPT}", 4),
-    "mkldnn_rnn_layer": _lstm,
-    "mkldnn_rnn_layer_backward": _lstm,
-    "_native_batch_norm_legit_functional": batched("input", 1, "equal"),
-    "native_batch_norm": batched("input", 1, "equal"),
-    "native_batch_norm_backward": batched("grad_out input", 1, "equal"),
-    "native_group_norm": batched("input", 3),
-    "native_group_norm_backward": batched("grad_out input mean rstd", 1),
+    "_scaled_dot_product_flash_attention": _attention("", 2),
+    "_scaled_dot_product_flash_attention_backward": _attention(f"grad_out:bh {_KEPT}", 3),
+    "_scaled_dot_product_cudnn_attention": _attention("", 2),
+    "_scaled_dot_product_cudnn_attention_backward": _attention(f"grad_out:bh {_KEPT}", 3),
+    "_scaled_dot_product_efficient_attention": _attention("", 2),
+    "_scaled_dot_product_efficient_attention_backward": _attention(f"grad_out_:bh {_KEPT}", 4),
+    "mkldnn_rnn_layer": letters(f"input:.b {_STATE}", ".b b b", "equal"),
+    "mkldnn_rnn_layer_backward": letters(
+        f"input:.b output:.b grad_output:.b {_STATE}", ".b - - - - b b"
+    ),
+    "_native_batch_norm_legit_functional": letters("input:n", "n", "equal"),
+    "native_batch_norm": letters("input:n", "n", "equal"),
+    "native_batch_norm_backward": letters("grad_out:n input:n", "n", "equal"),
+    "native_group_norm": letters("input:n", "n n n"),
+    "native_group_norm_backward": letters("grad_out:n input:n mean:n rstd:n", "n"),
     **dict.fromkeys(_LOSSES.split(), _loss),
     **dict.fromkeys(_NLL.split(), _nll),
 }
