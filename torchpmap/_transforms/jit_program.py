@@ -38,6 +38,7 @@ from torchpmap._transforms.call import CallOptions
 from torchpmap._transforms.jit_gradient import Derivable, overwritten
 from torchpmap._transforms.jit_values import (
     RESULT,
+    Again,
     Argument,
     ClosedOver,
     Copied,
@@ -82,7 +83,7 @@ class JitCall:
     """A call, taken apart."""
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self._fun = fun
+        self.fun = fun
         leaves, self.structure = flatten_call(args, kwargs)
         self.leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
         self.tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
@@ -104,20 +105,21 @@ class JitCall:
         is_tensor = [leaf is _TENSOR or isinstance(leaf, torch.Tensor) for leaf in self.leaves]
         leaves = zip(self.leaves, is_tensor, strict=True)
         args, kwargs = self.structure.unflatten([next(rest) if x else leaf for leaf, x in leaves])
-        return self._fun(*args, **kwargs)
+        return self.fun(*args, **kwargs)
 
     def of_tensors(self, given: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         """The same; see ``whole.Fun``."""
-        places = {id(x): k for k, x in enumerate(given)}
+        places: dict[int, Any] = {id(x): Argument(k) for k, x in enumerate(given)}
         values, tree = flatten(self.returned(given))
         template: list[Any] = []
         results = []
         for value in values:
             if id(value) in places:
-                template.append(Argument(places[id(value)]))
+                template.append(places[id(value)])
             elif isinstance(value, torch.Tensor) and is_real(value):
                 template.append(ClosedOver(value))
             elif isinstance(value, torch.Tensor):
+                places[id(value)] = Again(len(template))
                 template.append(RESULT)
                 results.append(value)
             else:

@@ -9,17 +9,29 @@ from __future__ import annotations
 import copy
 import weakref
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from torchpmap._base.exact import exact
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.plan import Captured
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.device_put import handle_of
+from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace.optimizers import Numbers
+
+
+def leaf_key(leaf: Any) -> Hashable:
+    """What must be the same of an argument for the same program."""
+    if not isinstance(leaf, torch.Tensor):
+        return exact(leaf)
+    grad = leaf.requires_grad and (leaf.is_leaf or "computed")
+    if type(leaf) is ShardedTensor:
+        return leaf._alive()[0], grad
+    return tuple(leaf.shape), leaf.dtype, grad
 
 
 class Argument(NamedTuple):
@@ -52,6 +64,12 @@ class GradientOf(NamedTuple):
 Place = Argument | ClosedOver | GradientOf
 
 
+class Again(NamedTuple):
+    """The same as an earlier result."""
+
+    place: int
+
+
 class Copied(NamedTuple):
     """A result that the caller may change."""
 
@@ -69,15 +87,16 @@ def returned(
     values: Sequence[Any], results: Iterable[Any], tensors: Sequence[torch.Tensor]
 ) -> list[Any]:
     """What a call returns; ``values``: of the first one, with ``RESULT`` for each of these."""
-    rest = iter(results)
-    return [
-        next(rest)
-        if value is RESULT
-        else value.of(tensors)
-        if isinstance(value, Argument | ClosedOver | Copied)
-        else value
-        for value in values
-    ]
+    rest, found = iter(results), []
+    for value in values:
+        if value is RESULT:
+            found.append(next(rest))
+        elif isinstance(value, Again):
+            found.append(found[value.place])
+        else:
+            is_place = isinstance(value, Argument | ClosedOver | Copied)
+            found.append(value.of(tensors) if is_place else value)
+    return found
 
 
 class Value(NamedTuple):
