@@ -147,6 +147,8 @@ def _views(node: Node) -> list[Node]:
 
 def _is_expanded(node: Node) -> bool:
     value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):  # the parts that a split gives
+        return False
     each_dim = zip(value.shape, value.stride(), strict=True)
     return any(size > 1 and not stride for size, stride in each_dim)
 
@@ -194,7 +196,8 @@ def _decides(node: Node) -> bool:
     few = [x for x in node.all_input_nodes if _dtype(x) in _FEW_BITS]
     dtype = _dtype(node)
     is_other = dtype is not None and not dtype.is_floating_point
-    jumps = is_other or node.target in _JUMPS
+    # a sign stays, as in the derivative of ReLU
+    jumps = (is_other and node.args[1:] != (0,)) or node.target in _JUMPS
     return bool(few) and (jumps or (node.target is _CAST and few[0].target is _CAST))
 
 
