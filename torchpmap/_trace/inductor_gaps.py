@@ -261,11 +261,12 @@ def _flat_first(graph: Graph, node: Node) -> None:
 
 def _wide_first(graph: Graph, node: Node) -> None:
     """Let extremes be found among 32 bits: among bytes, the CPU finds 0, which it reads beyond the
-    last (https://github.com/pytorch/pytorch/issues/191499).
+    last (https://github.com/pytorch/pytorch/issues/191499); of others, the C++ does not compile.
     """
     given: Any = node.args[0]
     dtype = _dtype(given)
-    if dtype in (torch.int8, torch.uint8) and given.meta["val"].device.type == "cpu":
+    narrow = (torch.int8, torch.uint8, torch.int16, torch.bool)
+    if dtype in narrow and given.meta["val"].device.type == "cpu":
         node.update_arg(0, call(graph, _CAST, given, torch.int32))
         results = [x for x in node.users if x.target is operator.getitem and not x.args[1]]
         for each in [node] if isinstance(node.meta["val"], torch.Tensor) else results:
