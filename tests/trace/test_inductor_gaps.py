@@ -153,6 +153,7 @@ def numbers(x):
         for y in BYTES.to(dtype) + x[0, 0].to(dtype) * 0, -BYTES.to(dtype) + x[0, 0].to(dtype) * 0:
             yield from (y.min(), y.max(), y.argmin(), y.argmax(), *y.aminmax())
             yield from (*y.repeat(3, 1).min(1), *y.repeat(18, 1).t().max(0), y.amax((0,), True))
+    yield from ((x[:8, 0] + DIVISORS) * 0, 0 * (x[:8, 0] + DIVISORS).cfloat())
     yield from ((x > 0).max(), (x > 9).amin(0), (x * 9).short().abs().amin(), x.short().argmax(0))
 
 

@@ -72,9 +72,10 @@ def mending_passes() -> dict[str, Any]:
         def uuid(self) -> bytes:  # is part of the keys of Inductor's cache
             return get_hash_for_files((__file__,))
 
+    first = keep_nan, return_whole_values
     last = copy_bases, compare_equal_values, write_differently, return_whole_values
     return {
-        "joint_custom_pre_pass": Mend(return_whole_values),
+        "joint_custom_pre_pass": Mend(*first),
         "post_grad_custom_post_pass": Mend(*last),
     }
 
@@ -240,6 +241,16 @@ def _dtype(node: Node) -> torch.dtype | None:
 
 
 # -- others ----------------------------------------------------------------------------------------
+
+
+def keep_nan(graph: Graph) -> None:
+    """``x * 0`` is NaN where ``x`` is NaN or infinite, but Inductor would write 0 for it
+    (https://github.com/pytorch/pytorch/pull/187580); ``x * 0.0`` it leaves alone.
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.mul.Tensor):
+        dtype = _dtype(node)
+        if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
+            node.args = tuple(0.0 if isinstance(x, int) and x == 0 else x for x in node.args)
 
 
 def write_differently(graph: Graph) -> None:
