@@ -164,6 +164,16 @@ def test_lines():
     assert grid.parts((0, 1)) == 12
 
 
+def test_blocks_without_elements_that_are_cut_otherwise_are_other_blocks():
+    both, columns = (
+        general_layout((8, 0), F32, sharding((2, 2), ("x", "y"), *entries))
+        for entries in (("x", "y"), (None, "y"))
+    )
+    assert (both.block_shape, columns.block_shape) == ((4, 0), (8, 0))
+    assert not both.same_place(columns)
+    assert columns.same_place(row_layout((8, 0), F32, CPUS, 1, "i"))
+
+
 def test_a_cut_has_no_empty_end():
     assert trimmed([(0,), (), (1,), (), ()]) == ((0,), (), (1,))
     assert trimmed([(), ()]) == ()
