@@ -21,7 +21,9 @@ _MODULES = ("checkpoint", "debug", "multihost", "optim", "profiler", "random")
 
 def _find(name: str) -> _Any:
     """Import what is used, when it is used: a worker needs little of the package."""
-    if name.startswith("__") and name != "__all__":
+    # "torch": pickle looks in all modules for what names none, as torch.contiguous_format, which
+    # Inductor hashes
+    if name == "torch" or (name.startswith("__") and name != "__all__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from torchpmap._base.imports import uncollected
 

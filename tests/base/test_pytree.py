@@ -127,6 +127,30 @@ def test_subclasses_are_leaves():
         flatten((1, 2))[1].unflatten([1, 2, 3])
 
 
+class Moody(Box):
+    def __repr__(self):
+        raise KeyError("not now")
+
+
+TEXTS = [
+    ((1, (2,), [3], {}), "(*, (*,), [*], {})"),
+    ({"b": Point(1, [2]), 3: None}, "{'b': Point(x=*, y=[*]), 3: *}"),
+    (OrderedDict(a=State(None, 1)), "OrderedDict({'a': State(b=*)})"),
+    (deque([1], maxlen=2), "deque(*, 2)"),
+    (Box((1, 2), ["t"]), "Box((*, *), ['t'])"),
+    (Moody(1, [object()]), "Moody(*, list)"),
+    (Moody(1, [Moody(2, [])]), "Moody(*, list)"),
+]
+
+
+def test_a_structure_shows_itself_alike_in_every_process():
+    with node(
+        Moody, lambda b: ([b.content], list(b.tags)), lambda c, tags: Moody(next(iter(c)), tags)
+    ):
+        for tree, text in TEXTS:
+            assert repr(flatten(tree)[1]) == f"Structure({text})"
+
+
 # Structure as a key -------------------------------------------------------------------------------
 
 

@@ -1,6 +1,8 @@
 """Steps of ``jit`` in four processes, beside plain torch; ``test_jit_training.py`` runs it."""
 
+import pytest
 import torch
+import torch.nn.functional as F
 from _cases import data
 from _models import LAYOUTS
 from test_jit_training import TRAININGS, check_training
@@ -14,7 +16,23 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return tp.multihost.all_gather(value.detach())
 
 
+def check_refusals() -> None:
+    """What processes give differently would make copies that differ."""
+    rank, w = tp.multihost.process_index(), PLACES["columns"](data(0))
+    own = torch.full((8, 8), float(rank), dtype=torch.float64)
+    torch.manual_seed(rank)
+    for name, call in {
+        r"argument\[0\]\[1\]": lambda: jit(torch.mul)(w, own),
+        "a tensor that it closes over": lambda: jit(lambda w: w * own)(w),
+        "the seed of its random numbers": lambda: jit(lambda w: F.dropout(w, 0.5))(w),
+    }.items():
+        with pytest.raises(ValueError, match=name + r" \(input \d\) must be the same in all pro"):
+            call()
+    torch.manual_seed(0)
+
+
 def main() -> None:
+    check_refusals()
     for kind in ("network", "transformer"):
         for layout in LAYOUTS:
             for train, make, atol in TRAININGS.values():

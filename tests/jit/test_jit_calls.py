@@ -249,7 +249,9 @@ def test_what_the_function_raises():
         ValueError, match=rf"jit: values are on {DEVICE}:0 {DEVICE}:1 .* but a program runs"
     ):
         jit(lambda x, y: x + y)(on(P("x")), other)
-    with pytest.raises(TypeError, match="Expected a callable value"):
+    with pytest.raises(
+        TypeError, match="Expected a callable value, got 3 of type int: fun of jit must"
+    ):
         tp.jit(3)
     with pytest.raises(TypeError, match="with_sharding_constraint takes a NamedSharding or a P"):
         tp.with_sharding_constraint(X, "x")

@@ -25,10 +25,12 @@ pytestmark = pytest.mark.usefixtures("pool")
 STEPS = 4
 OPTIMIZERS = {
     "Adadelta": {},
+    "Adafactor": {"weight_decay": 0.1},
     "Adagrad": {"lr": 0.01},
     "Adam": {"lr": 0.01, "amsgrad": True, "weight_decay": 0.01},
     "AdamW": {"lr": 0.01},
     "Adamax": {},
+    "ASGD": {"t0": 1},
     "RAdam": {},
     "RMSprop": {"lr": 1e-3, "momentum": 0.5, "centered": True},
     "Rprop": {},

@@ -46,12 +46,7 @@ IDS = [f"{name}-{'-'.join(k for k in options if k != 'lr')}".rstrip("-") for nam
 each = pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 
 
-FAILS = pytest.mark.xfail(reason="torch 2.13 reads values with .item(), which vmap cannot do")
-FAILS = pytest.mark.xfail(reason="torch 2.13 reads values with .item(), which vmap cannot do")
-MEMBERS = [
-    pytest.param(*case, marks=FAILS if case[0] == "Adafactor" else (), id=name)
-    for case, name in zip(CASES, IDS, strict=True)
-]
+MEMBERS = [pytest.param(*case, id=name) for case, name in zip(CASES, IDS, strict=True)]
 in_vmap = pytest.mark.parametrize(("name", "options"), MEMBERS)
 
 
@@ -104,7 +99,7 @@ def test_data_parallel(pool, compiled, changing, name, options):
     doubled = [tree_map(lambda g: 2 * g, grad) for grad in grads]
     assert_equal(out, with_torch(name, options, params, doubled, lrs)[0], name)
     assert all(isinstance(leaf, tp.ShardedTensor) for leaf in tensors(state))
-    if compiled is not False and name != "Adafactor":  # whose .item() makes pmap run it uncompiled
+    if compiled is not False:
         assert len(traces) == (2 if options.get("dampening") else 1)
 
 

@@ -17,7 +17,7 @@ class HidesState(torch.optim.SGD):
 
 PARAMS = {"a": torch.ones(2), "b": [torch.ones(3)]}
 SGD = tp.optim.functional(torch.optim.SGD, lr=0.1)
-ADAM, ADAFACTOR = map(tp.optim.functional, (torch.optim.Adam, torch.optim.Adafactor))
+ADAM = tp.optim.functional(torch.optim.Adam)
 MOMENTUM = tp.optim.functional(torch.optim.SGD, momentum=0.9)
 DAMPENED = tp.optim.functional(torch.optim.SGD, momentum=0.9, dampening=0.5)
 STATE = SGD.init(PARAMS)
@@ -87,10 +87,6 @@ MISUSE = {
         TypeError,
         "HidesState.step() writes state['total'], param_groups[0]['k'], which belongs to no "
         "parameter and would be lost."),
-    "values-under-vmap": (
-        lambda: tp.vmap(ADAFACTOR.update, in_axes=(0, None, None))(
-            torch.ones(2, 3), ADAFACTOR.init(torch.ones(3)), torch.ones(3)), RuntimeError,
-        "Adafactor reads values with .item(), and under vmap a tensor has no single value. Update"),
     "accumulate-class": (lambda: tp.optim.accumulate(torch.optim.SGD, 2), TypeError,
         "optim.accumulate takes what torchpmap.optim.functional returns, but got an object of type "
         "type."),

@@ -335,6 +335,19 @@ def test_inner_vmaps_say_whether_rows_differ(mode):
     assert len(set(nested.flatten().tolist())) == 20
 
 
+@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+def test_a_call_inside_a_named_vmap_draws_only_what_it_uses(randomness):
+    torch.manual_seed(0)
+    expected = torch.rand(())
+    torch.manual_seed(0)
+    double = tp.vmap(tp.pmap(lambda x: 2 * x), axis_name="j", randomness=randomness)
+    assert torch.equal(double(X), 2 * X)
+    assert torch.rand(()) == expected
+    drawn = tp.vmap(tp.pmap(lambda x: x + torch.rand(())), axis_name="j", randomness="error")
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        drawn(X)
+
+
 def test_vmap_from_outside_says_whether_rows_differ(mode):
     f = tp.pmap(lambda x: torch.rand(()) + 0 * x.sum(), compile=mode)
     batch = torch.stack([X, X, X])

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from _launched import Raised
+from torch.utils import _pytree as pytree
 
 import torchpmap as tp
 from torchpmap._runtime import current
@@ -224,6 +225,24 @@ def out_axes_none_of_a_closure_that_differs(compile):
 def every_row_draws_its_own(compile):
     everything = tp.multihost.all_gather(_drawn(compile, 4), tiled=True)
     return len({tuple(row) for row in everything.tolist()}), bool((everything < 1).all())
+
+
+class Silent:
+    """A container that cannot be shown."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __repr__(self) -> str:
+        raise ValueError("it cannot be shown")
+
+
+pytree.register_pytree_node(Silent, lambda each: ([each.x], None), lambda xs, _: Silent(*xs))
+
+
+@in_both_modes(expect_rows(2 * X))
+def a_container_that_cannot_be_shown(compile):
+    return mapped(lambda x: Silent(2 * x), compile)(mine()).x
 
 
 # -- calls, traced ---------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Covers: _runtime/local/forkserver.py, preload.py, plans.py: which workers have the compiler in
-memory, and when.
+"""Covers: _runtime/local/forkserver.py, preload.py, plans.py, workers.py: which processes have the
+compiler in memory, and when.
 """
 
 import pytest
@@ -53,3 +53,10 @@ def test_workers_import_the_compiler_when_it_is_needed(code, printed):
     output = script(SETUP, code, TORCHPMAP_WARM="1").wait(150).clean()
     said = [line for line in output.splitlines() if not line.startswith("torchpmap: waiting")]
     assert said == printed
+
+
+def test_what_tracing_needs_is_imported_while_the_workers_start():
+    """The caller waits for them anyway."""
+    told = "print('torch._dynamo' in sys.modules)"
+    output = script(SETUP, told, "kept = tp.replicate(rows)", told).wait(100).clean()
+    assert output.splitlines() == ["False", "True"]

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not cpp_compiler(), reason="no C++ compiler"),
 ]
 
-SLOT = 1 << 20
+SLOT = 1 << 19
 COUNTS = (0, 1, 7, 1000, SLOT // 8 + 3)
 LARGE = (SLOT // 8 * 2 + 5, 9000)
 """Elements of float64 in several pieces, and in one that every rank reduces a share of."""

@@ -28,7 +28,7 @@ from torchpmap._runtime.groups.shared_memory import (
 
 pytestmark = pytest.mark.cpu_only("GPUs do not exchange data through shared memory")
 
-SLOT = 1 << 20
+SLOT = 1 << 19
 """Bytes that a rank hands over at once."""
 SIZES = (0, 1, 7, SLOT // 8, SLOT // 8 + 1, 3 * SLOT // 8 + 5)
 SHAPES = (*SIZES, (3, 2), (90, 100), (600, 700))

@@ -3,6 +3,7 @@
 """
 
 import os
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from _support import EAGER, LAGS, running_pool, wait_for, worker_pids
+from _support import EAGER, LAGS, beside, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._runtime.local.stacks import Look, Sight, answer, described
@@ -185,7 +186,7 @@ def test_what_a_rank_does(sight, text):
 def test_a_rank_that_answers_late_answers_twice():
     """It held the GIL when it was asked before; and an answer is not read before it is complete."""
     worker = SimpleNamespace(stacks=os.memfd_create("stacks"), state="R", control=Mock())
-    look = Look({0: worker})
+    look = Look({0: worker}, interrupts=True)
     os.write(worker.stacks, b'\x1e[5, "runn')
     assert look.sights() is None
     os.ftruncate(worker.stacks, 0)
@@ -194,3 +195,28 @@ def test_a_rank_that_answers_late_answers_twice():
         answer(worker.stacks, 5, "running f", WAIT)
     assert look.sights() == {0: Sight("R", True, 5, "running f", WAIT, "")}
     os.close(worker.stacks)
+
+
+def test_stacks_of_a_call_that_does_not_end(tmp_path):
+    """Seen from another thread than that which waits; and of devices that wait for a command."""
+    gate = tmp_path / "gate"
+
+    def step(x):
+        while int(tp.axis_index("i")) == 1 and not gate.exists():
+            time.sleep(0.001)
+        return tp.psum(x, "i")
+
+    def looked():
+        zero, one = tp.debug.stacks().values()
+        return zero if zero.startswith("waits for rank 1 in ") and "in step" in one else None
+
+    with beside(lambda: tp.pmap(step, "i", compile=False)(rows).tolist()) as ended:
+        assert wait_for(looked, 10)
+        gate.touch()
+    assert ended.result() == [1, 1]
+    assert list(tp.debug.stacks()) == tp.devices()
+    assert all(text.startswith("waits for a command") for text in tp.debug.stacks().values())
+    os.kill(worker_pids(2)[1], signal.SIGSTOP)
+    assert wait_for(lambda: "is stopped" in tp.debug.stacks()[tp.devices()[1]])
+    tp.shutdown()
+    assert tp.debug.stacks() == {}

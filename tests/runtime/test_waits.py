@@ -55,6 +55,20 @@ def assert_pool_works():
     assert largest(rows).tolist() == [1.0, 1.0]
 
 
+def test_its_owner_may_take_long_to_be_ready(monkeypatch):
+    """The thread that reads answers runs before the pool is there."""
+    watch = _pool.Watch
+
+    def slow(workers, supervisor):
+        wait_for(lambda: not workers.monitor.threads[0].is_alive(), 0.7 / SCALE)
+        return watch(workers, supervisor)
+
+    tp.shutdown()
+    monkeypatch.setattr(_pool, "Watch", slow)
+    tp.init(2)
+    assert_pool_works()
+
+
 def run_ahead_until_it_fails(function=double, x=rows):
     while True:
         x = function(x)

@@ -137,6 +137,8 @@ def test_a_place_for_each_part_of_a_tree():
         (lambda: tp.device_put(1.0, tp.devices()), ValueError, r"x must have 4 rows, .* is \[\]"),
         (lambda: tp.device_put("text"), TypeError,
          r"x has type str, which cannot be put on a device"),
+        (lambda: tp.device_put({"a": torch.nn.ReLU()}), TypeError,
+         r"x\['a'\] has type ReLU, .* a module is put there by torchpmap\.replicate or"),
         (lambda: tp.device_put([np.array(["a"])]), TypeError, "can't convert"),
         (lambda: tp.device_put(X[:3], mesh_sharding("x")), ValueError,
          r"axis 0 is partitioned 2 times \(by mesh axis 'x'\), but the dimension size is 3"),

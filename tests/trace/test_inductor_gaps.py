@@ -1,7 +1,9 @@
-"""Covers: _trace/inductor_gaps.py: what Inductor must not write, or read, too early.
+"""Covers: _trace/inductor_gaps.py: what Inductor would get wrong, without an error.
 
 What is right is what the same operations give in plain torch, one by one.
 """
+
+import itertools
 
 import pytest
 import torch
@@ -53,6 +55,7 @@ def to_itself(y):
     later[NEXT] = later.clone()
     yield later
     later = y.cumsum(1)
+    later.split(2)[1].mul_(2)
     first, second = later.split(4)
     yield later.index_put((NEXT[:4],), second).index_put((NEXT[4:],), first, accumulate=True)
 
@@ -122,3 +125,115 @@ def test_operands_of_a_sum_over_devices_stay_as_they_are():
     right = torch.cat([mask, mask], 1)
     right[:, [1, 7]] += rows[:, :2]
     assert torch.equal(written.cpu(), right)
+
+
+PICKED = {
+    "argmax": lambda y: y.argmax(),
+    "argmin, kept dims": lambda y: y.argmin(keepdim=True),
+    "of a transposed copy": lambda y: y.t().contiguous().argmax(),
+    "of a transposed sum": lambda y: (y.t() + 0.5).argmin(),
+    "of sums of rows": lambda y: y.view(7, -1, 37).sum(1).t().argmax(),
+}
+DIVISORS = torch.tensor([0.1, 3, -0.7, torch.inf, -torch.inf, 0, torch.nan, 1e-3])
+DIVIDENDS = torch.tensor([1, -1, 5.5, 0, 1e20, torch.inf, 0.3, 2.0**31])
+BYTES = torch.tensor([5, 1, 100, 3, 7, 8, 9, 13, 100, 120, 127, 2, 6, 4, 11, 12, 90, 80])
+
+
+def numbers(x):
+    yield from (pick(x.sin()) for pick in PICKED.values())
+    for dtype in torch.float32, torch.float64, torch.bfloat16:
+        a, b = (each.to(dtype)[:, None, None] for each in (DIVIDENDS, DIVISORS))
+        a, b = torch.broadcast_tensors(a + 0 * x[0, 0].to(dtype), b.transpose(0, 1))
+        a, b = (
+            a.squeeze(2).repeat(1, 4),
+            b.squeeze(2).repeat(1, 4),
+        )  # so many that there are vectors
+        yield from (a % b, a // b, a % 3, a // -0.7, 7 % b, (a * 10).int().clamp(-99, 99) % 0.3)
+    for dtype in torch.uint8, torch.int8:
+        for y in BYTES.to(dtype) + x[0, 0].to(dtype) * 0, -BYTES.to(dtype) + x[0, 0].to(dtype) * 0:
+            yield from (y.min(), y.max(), y.argmin(), y.argmax(), *y.aminmax())
+            yield from (*y.repeat(3, 1).min(1), *y.repeat(18, 1).t().max(0), y.amax((0,), True))
+    yield from ((x[:8, 0] + DIVISORS) * 0, 0 * (x[:8, 0] + DIVISORS).cfloat())
+    yield from ((x > 0).max(), (x > 9).amin(0), (x * 9).short().abs().amin(), x.short().argmax(0))
+
+
+def test_numbers_are_those_of_plain_torch():
+    rows = torch.randn(2, 21, 37, generator=torch.Generator().manual_seed(1))
+    results = tp.pmap(lambda x: list(numbers(x)), axis_name="i", fullgraph=True)(rows)
+    for k, row in enumerate(rows):
+        for mine, right in zip(results, numbers(row), strict=True):
+            torch.testing.assert_close(mine[k].cpu(), right, equal_nan=True)
+
+
+PLACES_5 = (torch.arange(21 * 37) * 7 % 5).reshape(21, 37)
+EXTREMES = {
+    "amax": lambda y: y.amax(1),
+    "amin": lambda y: y.amin(0),
+    "norm": lambda y: torch.linalg.vector_norm(y, torch.inf, 1),
+    "scattered": lambda y: y[:5].scatter_reduce(0, PLACES_5, y, "amax", include_self=False),
+}
+COMPUTED = {
+    "affine": lambda x: x * 1.125 + 0.375,
+    "product": lambda x: x * x.flip(0) * 1.125,
+    "atan2": lambda x: torch.atan2(x, x.flip(0)),
+}
+EXACT = ("affine", "product")
+
+
+def slopes(x):
+    for dtype in torch.float32, torch.bfloat16:
+        names = EXACT if dtype == torch.bfloat16 else COMPUTED
+        for name, extreme in itertools.product(names, EXTREMES.values()):
+            loss = lambda x: extreme(COMPUTED[name](x)).float().sum()  # noqa: B023, E731
+            yield grad(loss)(x.to(dtype))
+        yield (x.to(dtype) * 1.125).argmax(1)
+        yield (x.to(dtype) * 1.125).max(0).indices
+    for computed in COMPUTED["atan2"], lambda x: x.erf() * x:
+        yield grad(lambda x: computed(x).amax(1).sum())(x[:3, :5])  # noqa: B023
+    yield x - x.bfloat16().float()
+    yield (x * 3).half().double() - (x * 3).double()
+
+
+def test_what_is_compared_is_the_same_number_in_every_loop():
+    rows = torch.randn(2, 21, 37, generator=torch.Generator().manual_seed(1))
+    results = tp.pmap(lambda x: list(slopes(x)), axis_name="i", fullgraph=True)(rows)
+    for k, row in enumerate(rows):
+        for mine, right in zip(results, slopes(row), strict=True):
+            tolerances = {"rtol": 0.02, "atol": 0.02} if right.dtype == torch.bfloat16 else {}
+            torch.testing.assert_close(mine[k].cpu(), right, **tolerances)
+
+
+def parts(x):
+    """Of branches and bodies, which return them."""
+    yes, low = x[0, 0] > 0, x[:2]
+    yield tp.cond(yes, lambda: (x @ x)[1], lambda: (x @ x.T)[1]) * 2
+    yield tp.cond(yes, lambda: (x @ x)[1], lambda: (x @ x.T)[2])
+    all_yes = tp.pmin(x[0, 0], "i") > 0
+    yield tp.cond(all_yes, lambda: tp.psum(x, "i")[1:3], lambda: tp.psum(x * 3, "i")[1:3]) * 2
+    inner = lambda: tp.cond(x[1, 1] > 0, lambda: (x @ x)[3], lambda: (x * 2)[:, 3])  # noqa: E731
+    yield tp.cond(yes, inner, lambda: x.sort(0).values[1]) * 3
+    index = (x[0, 0] * 10).long().abs() % 3
+    yield tp.switch(index, [lambda: (x @ x)[1], lambda: x.sort(0).values[1], lambda: (x + 1)[2]])
+    double = lambda k, y: (torch.cat([y, y * 2]) @ x)[2:]  # noqa: E731
+    yield tp.fori_loop(0, 3, double, low) * 2
+
+
+def parts_in_plain_torch(x, rows):
+    yes, low = x[0, 0] > 0, x[:2]
+    yield ((x @ x)[1] if yes else (x @ x.T)[1]) * 2
+    yield (x @ x)[1] if yes else (x @ x.T)[2]
+    yield rows.sum(0)[1:3] * (2 if (rows[:, 0, 0] > 0).all() else 6)
+    yield (((x @ x)[3] if x[1, 1] > 0 else (x * 2)[:, 3]) if yes else x.sort(0).values[1]) * 3
+    index = (x[0, 0] * 10).long().abs() % 3
+    yield [(x @ x)[1], x.sort(0).values[1], (x + 1)[2]][index]
+    for _ in range(3):
+        low = low * 2 @ x
+    yield low * 2
+
+
+def test_branches_and_bodies_return_parts():
+    rows = torch.randn(2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    results = tp.pmap(lambda x: list(parts(x)), axis_name="i", fullgraph=True)(rows)
+    for k, row in enumerate(rows):
+        for mine, right in zip(results, parts_in_plain_torch(row, rows), strict=True):
+            torch.testing.assert_close(mine[k].cpu(), right)

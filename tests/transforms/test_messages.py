@@ -61,7 +61,8 @@ def axes(what, got, more=""):
 # What is found when the function is wrapped ------------------------------------------------------
 
 WRAPPING = [
-    (TypeError, lambda: tp.pmap(3), "Expected a callable value, got 3"),
+    (TypeError, lambda: tp.pmap(3),
+     "Expected a callable value, got 3 of type int: fun of pmap must be a function."),
     (TypeError, lambda: tp.pmap(generator),
      f"Expected a function, got a generator function: {generator!r}"),
     (TypeError, lambda: tp.pmap(coroutine),

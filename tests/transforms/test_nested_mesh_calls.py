@@ -150,9 +150,10 @@ def test_check_replicated(shape, mode):
     same(over(NAMES, checked, **checked), x.sum())
     same(over("cols", checked), x.sum(1))
     same(over("rows", {}, **checked), x.sum(0))
-    text = "out_axes is None for the output of <lambda>, but its value differs.*largest difference"
+    text = r"'\)\(<inputs>\): out_axes is None for the output of <lambda>, but .*largest difference"
     for name, inner, outer in (("rows", checked, {}), ("cols", {}, checked)):
-        with pytest.raises(ValueError, match=text):
+        declared = "rows" if outer else "cols"
+        with pytest.raises(ValueError, match=f"axis_name='{declared}{text}"):
             over(name, inner, **outer)
     with pytest.raises(ValueError, match="out_axes is None"):
         over((), checked, **checked)
@@ -168,7 +169,8 @@ def test_what_is_compared_along_which_axis():
     """Only that is compared which is not proved."""
     x = torch.arange(8.0).reshape(2, 4)
     checked = {"out_axes": None, "check_replicated": True}
-    claim = "out_axes is None for the output of <lambda>"
+    within = "pmap(<lambda>, in_axes=0, axis_name='cols')(<inputs>)"
+    claim = f"{within}: out_axes is None for the output of <lambda>"
     for name, inner, claims in (
         ("rows", {}, ()),
         (NAMES, checked, ()),

@@ -5,6 +5,7 @@ traceable.
 import dataclasses
 import functools
 import gc
+import pickle
 import traceback
 import warnings
 import weakref
@@ -24,6 +25,22 @@ X = torch.arange(4.0)
 def double(x):
     """Twice."""
     return x * 2
+
+
+@tp.pmap
+def doubled(x):
+    return x * 2
+
+
+@tp.jit
+def jitted(x):
+    return x * 2
+
+
+class Doubles:
+    @tp.pmap(static_broadcasted_argnums=0)
+    def method(self, x):
+        return x * 2
 
 
 class Scaler:
@@ -70,6 +87,18 @@ def test_looks_like_the_function():
     assert (f.__name__, f.__doc__, f.__module__) == ("double", "Twice.", __name__)
     assert repr(tp.pmap(double, "i")) == "<pmap of double over axis 'i'>"
     assert repr(tp.pmap(functools.partial(double))) == "<pmap of double over axis None>"
+
+
+def test_pickled():
+    """What a decorator has made is pickled as functions are, and so goes to a spawned process."""
+    for named in (doubled, jitted, Doubles.method):
+        assert pickle.loads(pickle.dumps(named)) is named
+    for other in (tp.pmap(double), Doubles().method):
+        again = pickle.loads(pickle.dumps(other))
+        assert again is not other
+        assert again(X).tolist() == [0.0, 2.0, 4.0, 6.0]
+    of_workers = tp.pmap(lambda x: doubled(x[None])[0], compile=False)
+    assert of_workers(X).tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
 def test_decorators(mode):

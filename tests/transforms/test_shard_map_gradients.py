@@ -13,7 +13,7 @@ import functools
 
 import pytest
 import torch
-from _support import WAYS
+from _support import EAGER, WAYS
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -62,6 +62,43 @@ def test_a_function_of_the_users_own_gives_each_devices_part(way):
     plain = tp.grad(lambda w, x: tp.grad(lambda w: ((w * x) ** 3).sum())(w) ** 2)
     assert run(first, way, W, X).item() == 3 * W**2 * (X**3).sum()
     assert run(twice, way, W, X).item() == plain(W, X)
+
+
+class Copied(torch.autograd.Function):
+    """Megatron's: the copies of a weight get the sum of their gradients."""
+
+    @staticmethod
+    def forward(w):
+        return w.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return tp.psum(cotangent, "x")
+
+
+@pytest.mark.parametrize("compile", [EAGER, False])
+@pytest.mark.parametrize("rows", ["pmap", "pmap of a pmap", "shard_map"])
+def test_a_rule_that_sums_by_itself_in_a_gradient_from_outside(rows, compile):
+    def f(w, x):
+        return Copied.apply(w) ** 2 * x
+
+    if rows == "pmap":
+        call, given = tp.pmap(f, "x", in_axes=(None, 0), compile=compile), X
+    elif rows == "shard_map":
+        specs = {"in_specs": SPECS, "out_specs": P("x"), "compile": compile}
+        call, given = tp.shard_map(f, mesh=tp.make_mesh((4,), ("x",)), **specs), X
+    else:
+        inner = tp.pmap(f, "y", in_axes=(None, 0))
+        call = tp.pmap(inner, "x", in_axes=(None, 0), compile=compile)
+        given = X.reshape(2, 2)
+    devices = len(given)  # along x: each adds the sum of all
+    slope = tp.grad(lambda w: call(w, given).sum())
+    assert slope(W).item() == devices * 2 * W * X.sum()
+    assert tp.grad(slope)(W).item() == devices**2 * 2 * X.sum()
 
 
 def test_backward_and_checkpoints_inside(way):
@@ -193,6 +230,82 @@ def test_branches_vary_with_their_predicate_and_each_other(way):
 
     assert run(tp.grad(by_device), way, W, X).item() == 10
     assert run(tp.grad(by_weight), way, W, X).item() == 8  # the result is one of each device
+
+
+NOT_TAKEN = {
+    "a branch": lambda w, x: tp.cond(w > 0, lambda: w * x, lambda: w),
+    "a branch of rows": lambda w, x: tp.vmap(
+        lambda v: tp.cond(v > 0, lambda: tp.cond(w > 0, lambda: w * x, lambda: w), lambda: w)
+    )(torch.arange(2.0)).sum(),
+    "a loop": lambda w, x: w * tp.while_loop(lambda c: c < 5, lambda c: c + 1, x),
+    "a loop that varies later": lambda w, x: (
+        w * tp.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + c[1], x), (0.0, 1.0))[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TAKEN)
+def test_what_the_other_branch_would_return(way, name):
+    """The result is one of each device, as that of the other branch would be."""
+
+    def loss(w, x):
+        return tp.cond(w < 0, lambda w: NOT_TAKEN[name](w, x[0]), lambda w: w * 2, w)
+
+    assert run(tp.grad(loss), way, W, X).item() == 8
+
+
+def test_devices_of_one_branch_that_run_other_collectives():
+    def f(a, b):
+        def some(b):
+            return tp.psum(b, "b") if int(tp.axis_index("b")) == 0 else b
+
+        return tp.cond(a[0] > 1, some, lambda b: b, b).reshape(1, 1)
+
+    mesh, specs = tp.make_mesh((2, 2), ("a", "b")), (P("a"), P("b"))
+    call = tp.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("a", "b"), compile=False)
+    with pytest.raises(
+        tp.CollectiveMismatch, match=r"member 0: all_reduce.*\n.*1: the end of a br"
+    ):
+        call(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+
+
+@pytest.mark.parametrize("way", ["python", "serial"])
+def test_another_branch_that_needs_values(way):
+    def read(w, x):
+        return w * (x if w.item() > 0 else 1)
+
+    def loss(w, x, cast):
+        branches = lambda w: read(w, x[0]), lambda w: tp.pcast(w * 2, "x" if cast else ())
+        return tp.cond(w < 0, *branches, w)
+
+    assert run(functools.partial(loss, cast=False), way, W, X).item() == 4
+    assert run(tp.grad(functools.partial(loss, cast=True)), way, W, X).item() == 8
+    with pytest.raises(ValueError, match=r"the branch of cond that is taken .* along 'x'.*pcast"):
+        run(tp.grad(functools.partial(loss, cast=False)), way, W, X)
+
+
+def test_devices_of_one_branch_sum_over_another_axis(way):
+    def loss(w, a, b):
+        def total(w):
+            return tp.psum(w * b[0], "b") * w
+
+        return tp.cond(a[0] > 1, total, lambda w: w * b[0], w)
+
+    def count(w, a, b):
+        return tp.while_loop(lambda c: tp.psum(c, "b") < 9, lambda c: c * tp.pmax(b[0], "b"), a[0])
+
+    compile, around = WAYS[way]
+    mesh, specs = tp.make_mesh((2, 2), ("a", "b")), (P(), P("a"), P("b"))
+    given = W, torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    for f, out, expected in (
+        (lambda *xs: loss(*xs).reshape(1, 1), P("a", "b"), [[6, 8], [28, 28]]),
+        (tp.grad(loss), P(), 7 + 2 * (2 * 2 * 7)),
+        (tp.grad(tp.grad(loss)), P(), 2 * (2 * 7)),
+        (lambda *xs: count(*xs)[None], P("a"), [16, 8]),
+    ):
+        call = tp.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out, compile=compile)
+        with around():
+            assert call(*given).tolist() == expected
 
 
 def test_without_a_trace_a_branch_of_some_devices_takes_operands():

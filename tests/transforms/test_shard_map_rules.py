@@ -133,6 +133,8 @@ def test_rule_7_a_spec_for_every_argument(mesh, num_args):
 def test_rule_8_keyword_arguments(mesh):
     with pytest.raises(TypeError, match=r"keyword argument 'a'.*functools\.partial"):
         mapped(lambda a: a, mesh, XY, XY)(a=X)
+    with pytest.raises(TypeError, match=r"keyword argument 'k'.*functools\.partial"):
+        mapped(lambda a, k: a * k, mesh, (XY, None), XY)(X, k=2)
     assert mapped(functools.partial(torch.mul, other=2), mesh, XY, XY)(X).sum() == 2 * X.sum()
 
 
@@ -161,7 +163,7 @@ MISUSE = [
     ({"in_specs": "x"}, TypeError, "it is 'x' of type str"),
     ({"out_specs": 0}, TypeError, "it is 0 of type int"),
     ({"mesh": 3}, TypeError, "must be a torchpmap.Mesh"),
-    ({"f": 3}, TypeError, "shard_map takes a callable, but got 3 of type int"),
+    ({"f": 3}, TypeError, "got 3 of type int: f of shard_map must be a function"),
     ({"randomness": "none"}, ValueError, "'different', 'same' or 'error'"),
     ({"donate_argnums": "a"}, TypeError, "donate_argnums must be int"),
 ]
@@ -172,6 +174,11 @@ def test_rule_11_misuse(mesh, changes, error, text):
     options = {"f": torch.neg, "mesh": mesh, "in_specs": P(), "out_specs": P(), **changes}
     with pytest.raises(error, match=text):
         tp.shard_map(options.pop("f"), **options)
+
+
+def test_rule_11_a_decorator_of_no_function(mesh):
+    with pytest.raises(TypeError, match="got 3 of type int: f of shard_map must be a function"):
+        tp.shard_map(mesh=mesh, in_specs=P(), out_specs=P())(3)
 
 
 def test_rule_13_closures_get_gradients(mesh):

@@ -78,6 +78,17 @@ def test_static_objects_are_what_they_are_at_each_call(mode):
     assert h(X, s=closure).tolist() == (X * 3).tolist()
 
 
+def test_a_static_object_that_cannot_be_shown(mode):
+    class Silent:
+        times = 3
+
+        def __repr__(self):
+            raise KeyError("its text")
+
+    call = tp.pmap(lambda x, s: x * s.times, static_broadcasted_argnums=1, compile=mode)
+    assert call(torch.ones(2), Silent()).tolist() == [3.0, 3.0]
+
+
 def test_static_objects_that_stay_are_traced_once():
     f, traces = counted(lambda x, m: m(x), static_broadcasted_argnums=1)
     module = torch.nn.Dropout(1.0)

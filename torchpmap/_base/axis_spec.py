@@ -17,9 +17,7 @@ from torch.nn import Module
 from torchpmap._base.exact import exact
 from torchpmap._base.pytree import (
     MAPPINGS,
-    STAR,
     Node,
-    Structure,
     count_leaves,
     flatten,
     flatten_as_met,
@@ -66,7 +64,7 @@ def broadcast_axes(
 
     Args:
         prefix: checked by ``check_axis_spec``; a leaf of it covers a whole subtree.
-        tree: the full pytree, or its ``Structure``. Its None leaves match anything and get None.
+        tree: the full pytree. Its None leaves match anything and get None.
         what: name of the specification in messages, ``"pmap in_axes"``.
         hint: paragraphs appended to a message.
         root: key path of ``tree`` itself. JAX compares ``(in_axes, 0)`` with ``(args, kwargs)``, so
@@ -75,10 +73,7 @@ def broadcast_axes(
     Raises:
         ValueError: not a prefix; the text is JAX's, with the key path of the first difference.
     """
-    if isinstance(tree, Structure):
-        structure, leaves = tree, [STAR] * tree.num_leaves
-    else:
-        leaves, structure = flatten_as_met(tree)
+    leaves, structure = flatten_as_met(tree)
     axes: list[int | None] = []
     problem = _match(prefix, structure.root, leaves, axes, root)
     if problem is not None:
@@ -221,7 +216,7 @@ def _match(
         leaf = leaves[start]
         # while tracing it is a tensor of another class
         kind = torch.Tensor if isinstance(leaf, torch.Tensor) else type(leaf)
-        return path, *_different_types(spec, "a leaf" if leaf is STAR else kind)
+        return path, *_different_types(spec, kind)
     if spec.kind is not node.kind:
         return path, *_different_types(spec, node.kind)
     difference = _different_children(spec, node)

@@ -187,15 +187,6 @@ def wrong_dtype(function: str, dtype: Any, expected: str) -> TypeError:
     return TypeError(f"{function}: got {what} for the dtype, expected {wanted}.")
 
 
-class Shown(str):
-    """A leaf of a tree in a message: without quotes."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
 def kind_of(shape: Sequence[int], dtype: torch.dtype) -> str:
     """Return ``"float32[2, 3]"``."""
     return f"{dtype_name(dtype)}[{', '.join(map(str, shape))}]"

@@ -19,7 +19,7 @@ it is not told all of torch's registry, and takes ``{1: x}`` for ``{True: x}`` (
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -50,14 +50,6 @@ _flat_calls: dict[int, Structure] = {}  # by number of arguments, if all are lea
 _leaf_types: set[type] = set()
 _registered = pytree.SUPPORTED_NODES
 _num_registered = 0
-
-
-class _Star:
-    def __repr__(self) -> str:
-        return "*"
-
-
-STAR = _Star()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +97,15 @@ class Structure:
         return Structure, (self.root,)
 
     def __repr__(self) -> str:
-        return f"Structure({self.unflatten([STAR] * self.num_leaves)})"
+        return f"Structure({self.shown('*' for _ in range(self.num_leaves))})"
+
+    def shown(self, leaves: Iterable[str]) -> str:
+        """The tree with these texts for its leaves, the same in all processes.
+
+        Containers of the user's do not show themselves: that may want leaves of a kind, or tell an
+        address.
+        """
+        return _text(self.root, iter(self._as_met(list(leaves))))
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """Put ``leaves`` into a tree of this structure."""
@@ -113,12 +113,7 @@ class Structure:
             raise ValueError(f"{self} takes {self.num_leaves} leaves, but got {len(leaves)}")
         if self.root is None:
             return leaves[0]
-        if self._order is None:
-            return _build(self.root, leaves, 0)
-        as_met = [None] * len(leaves)
-        for i, leaf in zip(self._order, leaves, strict=True):
-            as_met[i] = leaf
-        return _build(self.root, as_met, 0)
+        return _build(self.root, self._as_met(leaves), 0)
 
     def paths(self, name: str = "") -> list[str]:
         """Return the path of every leaf, ``"params['w'][0]"`` for ``name="params"``."""
@@ -135,6 +130,15 @@ class Structure:
         for start, child in zip(starts, args.children + kwargs.children, strict=True):
             paths += _paths(child, start)
         return self.in_leaf_order(paths)
+
+    def _as_met(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Undo ``in_leaf_order``."""
+        if self._order is None:
+            return leaves
+        as_met = [None] * len(leaves)
+        for i, leaf in zip(self._order, leaves, strict=True):
+            as_met[i] = leaf
+        return as_met
 
     def in_leaf_order(self, as_met: list[Any]) -> list[Any]:
         """Reorder one value per leaf from the order of the walk to the order of the leaves."""
@@ -350,6 +354,33 @@ def _build(node: Node, leaves: Sequence[Any], start: int) -> Any:
     if kind is tuple or kind is list:
         return kind(values)
     return node.rebuild(list(values), node.context)
+
+
+def _text(node: Node | None, leaves: Iterator[str]) -> str:
+    if node is None:
+        return next(leaves)
+    kind, parts = node.kind, [_text(child, leaves) for child in node.children]
+    if kind is tuple:
+        return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+    if kind is list:
+        return f"[{', '.join(parts)}]"
+    if kind in MAPPINGS:
+        pairs = zip(node.keys, parts, strict=True)  # a key is written in brackets
+        items = ", ".join(f"{key[1:-1]}: {part}" for key, part in pairs)
+        return f"{{{items}}}" if kind is dict else f"{kind.__name__}({{{items}}})"
+    pairs = zip(node.keys, parts, strict=True)
+    fields = [f"{key[1:]}={part}" if key.startswith(".") else part for key, part in pairs]
+    if node.context is not None and fields == parts:  # fields with names are all there is
+        fields.append(_context_text(node.context))
+    return f"{kind.__name__}({', '.join(fields)})"
+
+
+def _context_text(context: Any) -> str:
+    try:
+        text = repr(context)
+    except Exception:  # code of the user's
+        text = ""
+    return type(context).__name__ if not text or " at 0x" in text else text
 
 
 def _paths(node: Node | None, name: str) -> list[str]:

@@ -6,9 +6,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
+_NEVER = object()
+
 
 class Replacement(NamedTuple):
-    """``make`` takes what ``module`` has as ``name``, and returns what takes its place."""
+    """``make`` takes what ``module`` has as ``name``, and returns what takes its place; None stands
+    for a name that the module lacks, as it has it of Python.
+    """
 
     module: Any
     name: str
@@ -37,8 +41,8 @@ class Replaced:
             if not self._entered:
                 for each in self._replacements:
                     module, name, make = each
-                    own = getattr(module, name)
-                    last, new = self._made.get(each, (None, None))
+                    own = getattr(module, name, None)
+                    last, new = self._made.get(each, (_NEVER, None))
                     if last is not own:
                         new = make(own)
                         self._made[each] = own, new
@@ -53,5 +57,8 @@ class Replaced:
             if not self._entered:
                 for module, name, own, new in reversed(self._done):
                     if getattr(module, name) is new:  # else another package has replaced it since
-                        setattr(module, name, own)
+                        if own is None:
+                            delattr(module, name)
+                        else:
+                            setattr(module, name, own)
                 self._done.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import linecache
@@ -19,7 +20,7 @@ import torch
 PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
-_NOT_USERS = (PACKAGE, TORCH, threading.__file__)
+_NOT_USERS = (PACKAGE, TORCH, threading.__file__, contextlib.__file__)
 _FOREIGN = {"torch", "torchpmap", "numpy", "builtins", *sys.stdlib_module_names} - {"__main__"}
 _FOLDERS = (PACKAGE, TORCH, os.path.join(os.path.dirname(numpy.__file__), ""))
 _PYTHONS = (STDLIB, os.path.join(sysconfig.get_path("platstdlib"), ""))

@@ -24,6 +24,7 @@ from torchpmap._collectives.primitives import (
     apply,
     filled_tangents,
     naming,
+    note_place,
     noted,
     pass_through,
     save,
@@ -49,7 +50,8 @@ class _Extremum:
 
     def across(self, scope: Scope, xs: Tensors) -> Tensors:
         """Run over a process axis."""
-        return raw.all_reduce_many(xs, self.op, scope.process_group())
+        with axis_stack.over(scope.tracked):
+            return raw.all_reduce_many(xs, self.op, scope.process_group())
 
     def summed(self, xs: Tensors, indices: Tensors) -> Tensors:
         """The sums over the dims and scopes of the extreme, not narrowed yet."""
@@ -110,7 +112,7 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.number = axis_stack.ordinal()
+        note_place(ctx)
         ctx.how = inputs[0]
         ctx.set_materialize_grads(False)
         save(ctx, *inputs[1:], *output)

@@ -30,8 +30,8 @@ Dynamo look inside (it ignores the jvp and vmap rules of an autograd.Function wi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -288,13 +288,15 @@ class _Linear(torch.autograd.Function):
     def forward(primitive: Primitive, index: torch.Tensor | None, *xs: torch.Tensor) -> Any:
         if primitive.scope.is_alone:
             return tuple(_alone(primitive, x) for x in xs)
-        return tuple(noted(primitive.varying, xs, primitive.across(xs)))
+        with axis_stack.over(primitive.scope.tracked):
+            results = primitive.across(xs)
+        return tuple(noted(primitive.varying, xs, results))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         primitive, index, *xs = inputs
         ctx.primitive = primitive
-        ctx.number = axis_stack.ordinal()
+        note_place(ctx)
         ctx.kinds = [(x.shape, x.dtype, x.device) for x in xs]
         ctx.set_materialize_grads(False)
         save(ctx, index)
@@ -374,14 +376,20 @@ def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
     ctx.save_for_forward(*tensors)
 
 
-def naming(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> AbstractContextManager[None]:
+def note_place(ctx: Any) -> None:
+    """Note where a collective runs, for ``naming``."""
+    ctx.number, ctx.split = axis_stack.ordinal(), axis_stack.split()
+
+
+@contextmanager
+def naming(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> Iterator[None]:
     """Name the collectives of a backward pass by the one they transpose: all may come from one line
-    of code.
+    of code.  As many devices come there.
     """
     present = [k for k, cotangent in enumerate(cotangents) if cotangent is not None]
-    return axis_stack.serving(
-        lambda: f"the derivative of collective {ctx.number}, results {present}"
-    )
+    told = f"the derivative of collective {ctx.number}, results {present}"
+    with axis_stack.serving(lambda: told), axis_stack.split_again(ctx.split):
+        yield
 
 
 def _sum_rows(rows: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import warn
 from torchpmap._base.pytree import Tree
-from torchpmap._base.torch_internals import FakeTensor, innermost
+from torchpmap._base.torch_internals import FakeTensor, innermost, outside_modes
 from torchpmap._collectives.backend import ReduceOp, narrowed, widened
 from torchpmap._collectives.extremes import extreme
 from torchpmap._collectives.operands import (
@@ -267,7 +267,8 @@ def _warn_of_summed(over: Over, xs: Sequence[torch.Tensor]) -> None:
 def _is_later_device(axis: Axis) -> bool:
     """Whether the process is known not to be the first along an axis."""
     index = innermost(axis.index)
-    return not isinstance(index, FakeTensor) and bool(index.any())
+    with outside_modes():  # in a branch that does not run, too
+        return not isinstance(index, FakeTensor) and bool(index.any())
 
 
 def _sum_dims(over: Over, x: torch.Tensor) -> torch.Tensor:

@@ -23,11 +23,13 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from torchpmap._base.context import assigned
+from torchpmap._base.torch_internals import fake_mode
 
 Partition = tuple[tuple[int, ...], ...]
 """Disjoint groups of axis indices that cover an axis; their inner order is their rank order."""
@@ -99,6 +101,8 @@ _bound: ContextVar[tuple[Parts, ...]] = ContextVar("torchpmap_axes", default=())
 # Per thread: rows that run one after the other each have a thread of their own.
 _count: ContextVar[int] = ContextVar("torchpmap_count", default=0)
 _purpose: ContextVar[Callable[[], str] | None] = ContextVar("torchpmap_purpose", default=None)
+_split: ContextVar[Split | None] = ContextVar("torchpmap_split", default=None)
+_apart: ContextVar[Split | None] = ContextVar("torchpmap_apart", default=None)
 
 _parted: ContextVar[Mapping[int, str]] = ContextVar(
     "torchpmap_parted", default=MappingProxyType({})
@@ -222,11 +226,11 @@ def _axis_of(line: MeshLine, name: Hashable) -> Axis:
 
 
 @contextmanager
-def parting(levels: Iterable[int], name: str) -> Iterator[None]:
+def parting(levels: Iterable[int], name: str, part: Split | None = None) -> Iterator[None]:
     """Say that rows of the vmaps of these levels take different ways in the block, in a loop or
-    branch called ``name``: there a collective over such rows has no meaning.
+    branch called ``name``: there a collective over such rows has no meaning.  ``part``: of devices.
     """
-    with _parted_by({**_parted.get(), **dict.fromkeys(levels, name)}):
+    with _parted_by({**_parted.get(), **dict.fromkeys(levels, name)}), entered(part):
         yield
 
 
@@ -279,8 +283,11 @@ def parted(name: str, axis: str, *, prints: bool = False) -> str:
 
 
 def record(signature: CollectiveSignature) -> None:
-    """Note a collective that runs now, outside a trace; every rank must note the same sequence."""
-    _count.set(_count.get() + 1)
+    """Note a collective that runs now, outside a trace; every rank must note the same sequence, but
+    for those that run ``apart``.
+    """
+    if _apart.get() is None:
+        _count.set(_count.get() + 1)
     if _before is not None:
         _before(signature)
     if _recorder is not None:
@@ -289,6 +296,62 @@ def record(signature: CollectiveSignature) -> None:
 
 ordinal = _count.get
 """How many collectives this thread has run."""
+
+
+class Split(NamedTuple):
+    """A part of a program, in a loop or branch, in which devices may take different ways."""
+
+    axes: frozenset[Axis]
+    """Those along which they do."""
+    group: str
+    """That of the devices that take the same way."""
+
+
+split = _split.get
+
+
+def split_again(around: Split | None) -> AbstractContextManager[None]:
+    """In the block, ``split`` returns this."""
+    return assigned(_split, around)
+
+
+def split_by(axes: frozenset[Axis]) -> Split | None:
+    """The part in which devices along some axes take different ways; all devices must ask.  None if
+    no others go together, or if they are in such a part: one inside may hold no collectives.
+    """
+    if not axes or _split.get() is not None or fake_mode() is not None:
+        return None
+    bound = (axis for parts in _bound.get() for axis in parts if axis.group is not None)
+    others = joined([axis for axis in bound if axis.is_tracked and axis not in axes])
+    group = others[0].group if len(others) == 1 else None
+    return None if group is None else Split(axes, group)
+
+
+@contextmanager
+def entered(part: Split | None) -> Iterator[None]:
+    """The block is such a part.  The devices that go together compare their collectives, and that
+    none runs more.
+    """
+    if part is None:
+        yield
+        return
+    with assigned(_split, part):
+        yield
+    with assigned(_apart, part):
+        record(("the end of a branch or step", "", part.group))
+
+
+def over(axes: frozenset[Axis]) -> AbstractContextManager[None]:
+    """A collective over some axes runs in the block; apart from devices that may be elsewhere, if
+    it joins none of them.
+    """
+    around = _split.get()
+    is_apart = around is not None and bool(axes) and around.axes.isdisjoint(axes)
+    return assigned(_apart, around if is_apart else None)
+
+
+apart = _apart.get
+"""The part of the program, if the collective that runs is apart."""
 
 
 def serving(purpose: Callable[[], str]) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ import torch
 from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.pytree import flatten, tree_map
 from torchpmap._base.torch_internals import (
+    fake_mode,
     innermost,
     is_vmap_wrapper,
     layers,
@@ -37,7 +38,7 @@ from torchpmap._loops.trees import (
     take_apart,
 )
 from torchpmap._loops.without_values import without_values
-from torchpmap._trace.casts import is_tracked, must_vary, together
+from torchpmap._trace.casts import is_tracked, must_vary, must_vary_wholly, together
 from torchpmap._trace.transformable import Body, apply
 
 
@@ -259,7 +260,7 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
     around = Surroundings()
     operands = branches.given.tensors
     every = range(branches.count)
-    if levels:
+    if levels or fake_mode() is not None:  # without values (``without_values``) any may be taken
         with axis_stack.parting(levels, branches.name):
             found = [_numbered(around, branches, which, operands) for which in every]
         unified = branches.unify(found)
@@ -271,10 +272,13 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
         with around.restored():  # and as many random numbers are drawn as by the others
             kinds = [taken if k == which else branches.kinds(k) for k in every]
         known = [parts for parts in kinds if parts is not None]
-        if len(known) == len(kinds):  # Python numbers take the dtype of the other branches
+        if len(known) < len(kinds):
+            must_vary_wholly(results, branches.name)
+        else:  # Python numbers take the dtype of the other branches
             unified = branches.unify(known)
             axes = map(union, zip(*unified, strict=True))
-            results = [varied(x, along) for x, along in zip(unified[which], axes, strict=True)]
+            with axis_stack.entered(axis_stack.split_by(axes_of(selector))):
+                results = [varied(x, along) for x, along in zip(unified[which], axes, strict=True)]
     return taken.tree.build(private(results))
 
 

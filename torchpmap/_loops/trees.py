@@ -7,7 +7,7 @@ that it meets.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.arrays import for_torch
-from torchpmap._base.errors import Shown, check_array, kind_of
+from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import axes_of
@@ -40,8 +40,12 @@ class Tree:
 
     def __str__(self) -> str:
         """As it stands in errors: None is no tensor."""
-        leaves = [Shown("*") if has else None for has in self.has_tensor]
-        return repr(self.structure.unflatten(leaves))
+        return self.shown("*" for has in self.has_tensor if has)
+
+    def shown(self, tensors: Iterable[str]) -> str:
+        """As errors show it, with these texts for its tensors."""
+        given = iter(tensors)
+        return self.structure.shown(next(given) if has else "None" for has in self.has_tensor)
 
     def paths(self, name: str) -> list[str]:
         """Of the leaves that are tensors."""
@@ -120,7 +124,8 @@ def check_carry(name: str, carry: Tree, given: Sequence[torch.Tensor], parts: Pa
     if parts.tree.structure != carry.structure or parts.tree.has_tensor != carry.has_tensor:
         raise TypeError(
             f"{name}: the body must return a carry of the structure that it gets, but it got "
-            f"{_shown(carry, given)} and returned {_shown(parts.tree, parts.tensors)}."
+            f"{carry.shown(map(kind, given))} and returned "
+            f"{parts.tree.shown(map(kind, parts.tensors))}."
         )
     tensors = cast_weak(parts, given)
     if same_kinds(given, tensors):
@@ -136,12 +141,6 @@ def check_carry(name: str, carry: Tree, given: Sequence[torch.Tensor], parts: Pa
         + "\nStart with a carry of the kind that comes out, or convert what the body returns "
         "(x.to(dtype))."
     )
-
-
-def _shown(tree: Tree, tensors: Sequence[torch.Tensor]) -> str:
-    given = iter(tensors)
-    kinds = [Shown(kind(next(given))) if has else None for has in tree.has_tensor]
-    return repr(tree.structure.unflatten(kinds))
 
 
 def with_weak_carry(init: Parts, step: Callable[[Sequence[Any]], Parts]) -> Tensors:

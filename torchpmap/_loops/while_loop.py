@@ -11,9 +11,9 @@ import torch
 
 from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.inexact import copied_tangents
-from torchpmap._base.torch_internals import innermost
+from torchpmap._base.torch_internals import fake_mode, innermost
 from torchpmap._collectives.groups import varied
-from torchpmap._collectives.varying import axes_of
+from torchpmap._collectives.varying import Axes, axes_of
 from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import Function
 from torchpmap._loops.branches import batched_levels
@@ -222,18 +222,31 @@ def _in_python(loop: _Loop, init: Parts) -> Tensors:
     carry = first_carry(init, loop.first, around)
     number = 0
     levels: frozenset[int] = frozenset()
+    part: axis_stack.Split | None = None
     went_on: torch.Tensor | None = None
+    axes: list[Axes] = []
     while True:
         # rows that are done test no more
-        with axis_stack.parting(levels, loop.name), around.step(number):
+        with axis_stack.parting(levels, loop.name, part), around.step(number):
             goes_on, tested = loop.test(carry), around.draws()
         if levels and went_on is not None:  # a test that draws may be true once more
             goes_on = goes_on & went_on
-        carry = [varied(x, axes_of(goes_on)) for x in carry]
-        if not bool(innermost(goes_on).any()):
+        deciding = axes_of(goes_on)
+        carry = [varied(x, deciding) for x in carry]
+        if not number:
+            part = axis_stack.split_by(deciding)
+        elif part is not None and part.axes != deciding:
+            part = None
+        if fake_mode() is None:
+            if not bool(innermost(goes_on).any()):
+                break
+        elif axes == (axes := list(map(axes_of, carry))):  # steps change nothing else
             break
         levels, went_on = batched_levels(goes_on), goes_on
-        with axis_stack.parting(levels, loop.name), around.step(number, after=tested):
+        with (
+            axis_stack.parting(levels, loop.name, part),
+            around.step(number, after=tested),
+        ):
             after = loop.body(carry)
         if levels:
             after = [torch.where(goes_on, new, old) for new, old in zip(after, carry, strict=True)]

@@ -30,7 +30,7 @@ from torchpmap._base.pytree import flatten, replaced
 from torchpmap._collectives.backend import widened
 from torchpmap._collectives.primitives import AllReduce, Scope, apply
 from torchpmap._collectives.varying import axes_of, set_axes
-from torchpmap._layout.axis_stack import Axis, joined
+from torchpmap._layout.axis_stack import Axis, bound_again, joined
 from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.lower import Body, Pair, Target, lower, lower_pair
@@ -312,7 +312,10 @@ class Differentiable(Function):
             outcome = outcomes[-1]
             cuts = [cut for _, cut in outcome.outputs]
             cuts_in = [grid.cut_of(self.layouts[k]) for k in wanted]
-            with tracked() if times_tracked() > before else contextlib.nullcontext():
+            with (
+                tracked() if times_tracked() > before else contextlib.nullcontext(),
+                bound_again(outcome.bound),
+            ):
                 shares = [
                     _share(x, *outcome.outputs[k], outcome, grid, axis)
                     for k, x in zip(given, cotangents, strict=True)
@@ -389,7 +392,8 @@ def _outcome(
     blocks, cuts = tuple(x for x, _ in outputs), tuple(cut for _, cut in outputs)
     structure = flatten(list(range(len(outputs))))[1]
     checked = of.checked if checks else ()
-    return Outcome(structure, blocks, cuts, checks, checked, unbound=of.unbound, tracked=of.tracked)
+    known: dict[str, Any] = {"unbound": of.unbound, "tracked": of.tracked, "bound": of.bound}
+    return Outcome(structure, blocks, cuts, checks, checked, **known)
 
 
 def _share(

@@ -50,7 +50,8 @@ class UncompiledReport:
     """The error for an in-place write to a tensor that is not an argument."""
 
     def as_data(self) -> list[Any]:
-        # a class of the script is another class in every process, so structures are sent as text
+        # a class of the script is another class in every process, so structures are sent as text,
+        # which no class of the user's writes
         return [str(self.structure), *(getattr(self, field.name) for field in fields(self)[1:])]
 
     def like(self, data: list[Any], name: str) -> UncompiledReport:

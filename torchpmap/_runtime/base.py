@@ -155,6 +155,9 @@ class Runtime(Protocol):
         others is found; ``numbers``: those that it was given, each with a digest.
         """
 
+    def stacks(self) -> dict[int, str]:
+        """What each device of this process does now, and its Python stack, by rank."""
+
     def raise_if_closed(self) -> None:
         """Raise ``RuntimeClosed`` if the runtime was closed."""
 

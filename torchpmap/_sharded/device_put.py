@@ -264,7 +264,11 @@ def _host(leaf: Any, path: str) -> torch.Tensor:
         return host_tensor(leaf)
     if hasattr(leaf, "__dlpack__"):
         return torch.from_dlpack(leaf)
-    raise TypeError(f"{path} has type {type(leaf).__name__}, which cannot be put on a device.")
+    raise TypeError(
+        f"{path} has type {type(leaf).__name__}, which cannot be put on a device. Pass tensors, "
+        "numpy arrays and numbers; a module is put there by torchpmap.replicate or "
+        "torchpmap.shard_module."
+    )
 
 
 @overload

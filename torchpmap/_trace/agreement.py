@@ -125,14 +125,20 @@ class Agreement:
             return
         if self._mismatch is not None:
             raise CollectiveMismatch(self._mismatch)
-        operation = " ".join(str(part) for k, part in enumerate(signature) if k != _GROUP)
+        operation = " ".join(
+            str(part) for k, part in enumerate(signature) if k != _GROUP and part != ""
+        )
         mine = Fingerprint(operation, str(signature[_GROUP:]), self._within)
-        size = len(self._ranks)
-        if is_equal(mine.digest(), size, self._group):
+        group, names = self._group, [f"rank {k}" for k in self._ranks]
+        part = axis_stack.apart()
+        if part is not None:  # the others may be elsewhere
+            group = part.group
+            names = [f"member {k}" for k in range(group_named(group).size())]
+        if is_equal(mine.digest(), len(names), group):
             return
-        rows = gathered(str(mine).encode(), _ROW_BYTES, size, self._group)
+        rows = gathered(str(mine).encode(), _ROW_BYTES, len(names), group)
         texts = [row.decode(errors="replace").rstrip() for row in rows]
-        table = "\n".join(f"  rank {k}: {text}" for k, text in zip(self._ranks, texts, strict=True))
+        table = "\n".join(f"  {name}: {text}" for name, text in zip(names, texts, strict=True))
         self._mismatch = (
             f"{self._name}: devices run different collectives, so the result would be wrong:\n"
             f"{table}\nEvery device {ADVICE} a device's own values or axis index."

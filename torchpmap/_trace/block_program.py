@@ -386,6 +386,7 @@ def _note(program: BlockProgram, outcome: Outcome, around: Surrounding) -> None:
     """Have it checked that results are the same along the axes that their specs do not mention."""
     for claim, check in zip(outcome.checked, outcome.checks, strict=True):
         worst = innermost(check).amax()  # of all rows: vmaps around this call end before the check
+        claim = f"{program.prefix}: {claim}"  # the error names the outermost map
         earlier = around.checks.get(claim)  # of another call
         around.checks[claim] = worst if earlier is None else torch.maximum(earlier, worst)
     if outcome.refuse is None or tracing_mode() is None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from torchpmap._base.context import assigned
 from torchpmap._base.inexact import copied_tangents, is_inexact
 from torchpmap._base.pytree import map_tensors
 from torchpmap._base.replaced import Replaced, Replacement
@@ -46,6 +47,7 @@ from torchpmap._base.torch_internals import (
 from torchpmap._base.torch_versions import apply_entry
 from torchpmap._collectives.groups import summed, varied
 from torchpmap._collectives.varying import (
+    NONE,
     Axes,
     Tracking,
     axes_of,
@@ -55,6 +57,7 @@ from torchpmap._collectives.varying import (
     tensors_in,
     union,
 )
+from torchpmap._layout import axis_stack
 from torchpmap._trace.capture import Substitute
 
 # Per thread, as the bound axes are.
@@ -97,11 +100,25 @@ def must_vary(axes: Axes, name: str) -> Iterator[None]:
     if not axes:
         yield
         return
-    token = _branches.set((*_branches.get(), _Branch(axes, name, depth())))
-    try:
+    branches = (*_branches.get(), _Branch(axes, name, depth()))
+    with assigned(_branches, branches), axis_stack.entered(axis_stack.split_by(axes)):
         yield
-    finally:
-        _branches.reset(token)
+
+
+def must_vary_wholly(results: Sequence[torch.Tensor], name: str) -> None:
+    """The results of a branch of ``name``, of which another may vary along any axes: raise for one
+    with a derivative that does not vary along all.
+    """
+    every = NONE.union(*(axis.tracked for parts in axis_stack.bound() for axis in parts))
+    for x in results:
+        lacking = every - axes_of(x)
+        if lacking and is_inexact(x) and _has_gradient(x):
+            raise ValueError(
+                f"at {users_line()}: the branch of {name} that is taken returns a tensor that does "
+                f"not vary along {named(lacking)}, and whose gradient is wanted. Whether that of "
+                "another branch does is not known, as it fails without values. Cast what the "
+                f"branch returns: tp.pcast(x, {_names(lacking)}, to='varying')."
+            )
 
 
 class _Branch(NamedTuple):

@@ -44,7 +44,7 @@ from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
 from torchpmap._trace.graph_code import boxed_code
 from torchpmap._trace.graphs import acts, all_nodes, results_of, shows, writes
-from torchpmap._trace.inductor_gaps import copying_pass, reads_in_order
+from torchpmap._trace.inductor_gaps import mending_passes, reads_in_order
 from torchpmap._trace.passes import names_in
 from torchpmap._trace.toolchain import make_cache_private
 from torchpmap.random import _threefry as _threefry
@@ -411,7 +411,9 @@ def _patches(graph: torch.fx.GraphModule, device: torch.device, backend: Backend
     from torch._inductor import list_mode_options
 
     patches: dict[str, Any] = {} if has_users_operations(graph) else dict(_PATCHES)
-    patches["post_grad_custom_post_pass"] = copying_pass()
+    patches |= mending_passes()
+    # which the passes may change for this graph
+    patches["emulate_precision_casts"] = torch._inductor.config.emulate_precision_casts
     # many: they wait for g++ or for Triton's compiler, which runs in processes of its own, and the
     # other workers wait for what this one builds
     patches["compile_threads"] = min(8, usable_cores())

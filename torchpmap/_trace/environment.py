@@ -17,7 +17,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class Environment:
         self._fun: Any = fun
         self._classes = by_name
         self._given = given
+        self._stored: Collection[tuple[int, Any]] = ()
         self._walk: Walk | None = None
         """As noted; None if nothing is, or if it is not what a trace has read."""
         self._watched = Watched()
@@ -62,7 +63,7 @@ class Environment:
 
     def refresh(self) -> None:
         """Note the present state."""
-        walk = Walk(self._classes)
+        walk = Walk(self._classes, self._stored)
         walk.run(self._fun, self._given)
         self._walk, self._watched = walk, walk.watched
         is_function = isinstance(self._fun, types.FunctionType) and not self._given
@@ -73,6 +74,14 @@ class Environment:
         other = Environment(self._fun, self._given, by_name=self._classes)
         other._walk, other._watched, other._code = self._walk, self._watched, self._code
         other._has_warned = True  # this one does
+        return other
+
+    def without(self, stored: Collection[tuple[int, Any]]) -> Environment:
+        """The same but for what is in places where the function stores tensors; see ``Walk``."""
+        other = self.copy()
+        if stored and other._walk is not None:
+            other._stored = stored
+            other.refresh()
         return other
 
     @contextlib.contextmanager

@@ -242,7 +242,34 @@ def _cudnn_batch_norm_backward(
     return tuple(operation(grad, x, *kept, True, eps, [True, True, True]))
 
 
+def _unscale(
+    grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    num_bad = torch.stack([(~grad.isfinite()).sum() for grad in grads])
+    found_inf.copy_(torch.where(num_bad.any(), 1.0, found_inf))
+    for grad in grads:
+        grad.mul_(inv_scale)
+
+
+def _update_scale(
+    scale: torch.Tensor,
+    tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth: float,
+    backoff: float,
+    interval: int,
+) -> torch.Tensor:
+    is_bad, count, grown = found_inf != 0, tracker + 1, scale * growth
+    is_due = count == interval
+    grown = torch.where(is_due & grown.isfinite(), grown, scale)
+    tracker.copy_(torch.where(is_bad | is_due, 0, count))
+    return scale.copy_(torch.where(is_bad, scale * backoff, grown))
+
+
 _DECOMPOSED: dict[Any, Callable[..., Any]] = {
+    # of a GradScaler: so that the devices send one message for all gradients
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    _aten._amp_update_scale_.default: _update_scale,
     # torch 2.13: for fake tensors it puts a meta device into the graph; seen in vmap(hessian(x**3))
     _aten._efficientzerotensor.default: _zeros,
     # its schema does not say that it writes the running statistics, so they would get lost with an

@@ -1,4 +1,4 @@
-"""Where code that Inductor (torch 2.13) makes writes or reads too early: wrong numbers, no error.
+"""Where code that Inductor (torch 2.13) makes gives wrong numbers and no error.
 
 *Writes.*  Inductor turns ``y.index_put(i, v)`` and ``y.slice_scatter(v)`` into writes to ``y`` when
 nothing reads ``y`` later.  It does so too
@@ -16,20 +16,33 @@ Such a ``y`` is copied first.
 what a scatter has written forgets by that (``recompute_size_and_body``) that it does, and may run
 before the scatter, as in gradients of ``gather``.
 
+*Comparisons.*  Of ``x`` in ``x == x.amax()``, as in the gradient of ``amax``, two loops compute
+different last bits (https://github.com/pytorch/pytorch/issues/186799), or one has it in float32 and
+the other as it was stored in bfloat16 (https://github.com/pytorch/pytorch/issues/195214).  Then
+nothing is equal, and a gradient is 0 or NaN.  Such an ``x`` is stored, and what is compared in few
+bits is rounded at each step as it is outside of compiled code.
+
+*Branches.*  A branch may return a part of a larger tensor, since Inductor takes out the copy that
+was made of it.  The code around then adds the place of that part to its address once more.
+
+*Others* are written differently: see ``_RULES``.
+
 Delete each rule when the oldest torch that is supported has it right.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from torchpmap._base.replaced import Replaced, Replacement
+from torchpmap._trace.graphs import call, compute, inner_graphs, output_of, results_of
 
 _aten = torch.ops.aten
 _WRITES = {
@@ -44,18 +57,27 @@ _WRITES = {
 
 
 @functools.cache
-def copying_pass() -> Any:
-    """The pass, for ``post_grad_custom_post_pass``, the last one before Inductor's own."""
+def mending_passes() -> dict[str, Any]:
+    """Settings of Inductor: one pass before its others, and one before it makes code."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    class CopyBases(CustomGraphPass):
+    class Mend(CustomGraphPass):
+        def __init__(self, *steps: Callable[[Graph], None]) -> None:
+            self._steps = steps
+
         def __call__(self, graph: Graph) -> None:
-            copy_bases(graph)
+            for step in self._steps:
+                step(graph)
 
         def uuid(self) -> bytes:  # is part of the keys of Inductor's cache
             return get_hash_for_files((__file__,))
 
-    return CopyBases()
+    first = keep_nan, return_whole_values
+    last = copy_bases, compare_equal_values, write_differently, return_whole_values
+    return {
+        "joint_custom_pre_pass": Mend(*first),
+        "post_grad_custom_post_pass": Mend(*last),
+    }
 
 
 def _renaming(own: Callable[..., None]) -> Callable[..., None]:
@@ -126,5 +148,220 @@ def _views(node: Node) -> list[Node]:
 
 def _is_expanded(node: Node) -> bool:
     value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):  # the parts that a split gives
+        return False
     each_dim = zip(value.shape, value.stride(), strict=True)
     return any(size > 1 and not stride for size, stride in each_dim)
+
+
+def return_whole_values(graph: Graph) -> None:
+    """Let the branches and bodies in a graph return no parts of larger tensors."""
+    for inner in (each for node in graph.nodes for each in inner_graphs(node)):
+        for value in results_of(inner):
+            if isinstance(value, Node) and value.meta["val"].storage_offset():
+                with inner.inserting_before(output_of(inner)):
+                    output_of(inner).replace_input_with(
+                        value, call(inner, _aten.clone.default, value)
+                    )
+
+
+# -- comparisons -----------------------------------------------------------------------------------
+
+_COMPARISONS = {
+    getattr(getattr(_aten, name), kind)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge")
+    for kind in ("Tensor", "Scalar")
+}
+_CAST = torch.ops.prims.convert_element_type.default
+_ROUNDED = "low_precision_pointwise_barrier"
+_STORED = "inductor_realize_to_strides"
+"""Keys of a node's ``meta``, at which Inductor looks."""
+
+
+def compare_equal_values(graph: Graph) -> None:
+    """Let what is compared be the same number wherever it is used."""
+    for node in graph.nodes:
+        if _decides(node):
+            _round(node)
+        if node.target in _COMPARISONS:
+            operands = [_views(each)[-1] for each in node.all_input_nodes]
+            for one, other in itertools.permutations(operands, 2):
+                if one in _ancestors(other):
+                    one.meta[_STORED] = True
+
+
+def _decides(node: Node) -> bool:
+    """Whether a last bit of numbers that have few can change the result by far, or is all that the
+    result tells, as in ``x - x.bfloat16().float()``.
+    """
+    few = [x for x in node.all_input_nodes if _dtype(x) in _FEW_BITS]
+    dtype = _dtype(node)
+    is_other = dtype is not None and not dtype.is_floating_point
+    # a sign stays, as in the derivative of ReLU
+    jumps = (is_other and node.args[1:] != (0,)) or node.target in _JUMPS
+    return bool(few) and (jumps or (node.target is _CAST and few[0].target is _CAST))
+
+
+def _round(node: Node) -> None:
+    """Round what a node is computed of, at each step."""
+    from torch._inductor import config
+
+    if node.all_input_nodes[0].meta["val"].device.type == "cpu":
+        # else C++ takes a value as it was before it was cast; the setting has its old value when
+        # the graph is compiled (_trace/compile)
+        config.emulate_precision_casts = True
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        if _ROUNDED not in each.meta and each.op == "call_function":
+            each.meta[_ROUNDED] = True
+            waiting += each.all_input_nodes
+
+
+_FEW_BITS = (torch.bfloat16, torch.float16)
+_JUMPS = {
+    *(_aten.max.dim, _aten.min.dim, _aten.floor.default, _aten.ceil.default, _aten.trunc.default),
+    *(_aten.round.default, _aten.round.decimals, _aten.sign.default),
+    *(_aten.remainder.Tensor, _aten.remainder.Scalar, _aten.remainder.Scalar_Tensor),
+    *(_aten.fmod.Tensor, _aten.fmod.Scalar, _aten.div.Tensor_mode, _aten.div.Scalar_mode),
+}
+
+
+def _ancestors(node: Node) -> set[Node]:
+    found, waiting = set[Node](), [node]
+    while waiting:
+        new = set(waiting.pop().all_input_nodes) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+# -- others ----------------------------------------------------------------------------------------
+
+
+def keep_nan(graph: Graph) -> None:
+    """``x * 0`` is NaN where ``x`` is NaN or infinite, but Inductor would write 0 for it
+    (https://github.com/pytorch/pytorch/pull/187580); ``x * 0.0`` it leaves alone.
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.mul.Tensor):
+        dtype = _dtype(node)
+        if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
+            node.args = tuple(0.0 if isinstance(x, int) and x == 0 else x for x in node.args)
+
+
+def write_differently(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        for rule in _RULES.get(node.target, ()):
+            with graph.inserting_before(node):
+                rule(graph, node)
+
+
+def _flat_first(graph: Graph, node: Node) -> None:
+    """Let ``argmax`` of several dims have one: it counts in the order in which a loop runs, which
+    need not be that of the tensor (https://github.com/pytorch/pytorch/issues/197739).
+    """
+    given: Any = node.args[0]
+    if given.meta["val"].ndim > 1 and (len(node.args) == 1 or node.args[1] is None):
+        node.args = (call(graph, _aten.reshape.default, given, [-1]), 0)
+        _put_after(graph, node, _aten.reshape.default, list(node.meta["val"].shape))
+
+
+def _wide_first(graph: Graph, node: Node) -> None:
+    """Let extremes be found among 32 bits: among bytes, the CPU finds 0, which it reads beyond the
+    last (https://github.com/pytorch/pytorch/issues/191499); of others, the C++ does not compile.
+    """
+    given: Any = node.args[0]
+    dtype = _dtype(given)
+    narrow = (torch.int8, torch.uint8, torch.int16, torch.bool)
+    if dtype in narrow and given.meta["val"].device.type == "cpu":
+        node.update_arg(0, call(graph, _CAST, given, torch.int32))
+        results = [x for x in node.users if x.target is operator.getitem and not x.args[1]]
+        for each in [node] if isinstance(node.meta["val"], torch.Tensor) else results:
+            if _dtype(each) == dtype:
+                _put_after(graph, each, _CAST, dtype)
+
+
+def _exact_remainder(graph: Graph, node: Node) -> None:
+    """Of large quotients, and of divisors that are infinite
+    (https://github.com/pytorch/pytorch/issues/198057).
+    """
+    value = node.meta["val"]
+    if value.is_floating_point() and value.device.type == "cpu":
+        _, b, rest, differ = _divided(graph, node)
+        up = call(graph, _aten.add.Tensor, rest, b)
+        _replace(graph, node, call(graph, _aten.where.self, differ, up, rest))
+
+
+def _exact_floor(graph: Graph, node: Node) -> None:
+    """1 // 0.1 is 9, as in Python; but 1 / 0.1 is rounded up to 10."""
+    if node.kwargs.get("rounding_mode") != "floor" or not node.meta["val"].is_floating_point():
+        return
+    a, b, rest, differ = _divided(graph, node)
+    whole = call(graph, _aten.div.Tensor, call(graph, _aten.sub.Tensor, a, rest), b)
+    down = call(graph, _aten.sub.Tensor, whole, 1)
+    near = call(graph, _aten.round.default, call(graph, _aten.where.self, differ, down, whole))
+    plain = call(graph, _aten.div.Tensor, a, b)
+    by_zero = call(graph, _aten.eq.Scalar, b, 0)
+    _replace(graph, node, call(graph, _aten.where.self, by_zero, plain, near))
+
+
+def _divided(graph: Graph, node: Node) -> tuple[Node, Node, Node, Node]:
+    """Dividend, divisor, what C's ``fmod`` leaves, and whether that is on the other side of 0 than
+    the divisor.
+    """
+    value, found = node.meta["val"], []
+    for x in node.args[:2]:
+        if isinstance(x, Node):
+            found.append(x if _dtype(x) == value.dtype else call(graph, _CAST, x, value.dtype))
+        else:
+            kind = {"dtype": value.dtype, "device": value.device}
+            number = torch.tensor(x, dtype=value.dtype).item()
+            found.append(graph.call_function(_aten.full.default, ([], number), kind))
+            found[-1].meta["val"] = value.new_full((), number)
+    if value.dtype in _FEW_BITS:
+        found = [call(graph, _CAST, x, torch.float32) for x in found]
+        for x in found:
+            x.meta[_ROUNDED] = True
+    a, b = found
+    rest = call(graph, _aten.fmod.Tensor, a, b)
+    signs = [call(graph, _aten.lt.Scalar, x, 0) for x in (rest, b)]
+    differ = call(graph, _aten.bitwise_xor.Tensor, *signs)
+    is_some = call(graph, _aten.ne.Scalar, rest, 0)
+    return a, b, rest, call(graph, _aten.bitwise_and.Tensor, differ, is_some)
+
+
+def _replace(graph: Graph, node: Node, found: Node) -> None:
+    dtype = _dtype(node)
+    node.replace_all_uses_with(
+        found if _dtype(found) == dtype else call(graph, _CAST, found, dtype)
+    )
+    graph.erase_node(node)
+
+
+def _put_after(graph: Graph, node: Node, target: Any, *args: Any) -> None:
+    """Let what uses a node, whose inputs have changed, use ``target`` of it."""
+    compute(node)
+    with graph.inserting_after(node):
+        found = call(graph, target, node, *args)
+    node.replace_all_uses_with(found, delete_user_cb=lambda user: user is not found)
+
+
+_RULES: dict[Any, Sequence[Callable[[Graph, Node], None]]] = {
+    _aten.argmax.default: (_flat_first, _wide_first),
+    _aten.argmin.default: (_flat_first, _wide_first),
+    _aten.amax.default: (_wide_first,),
+    _aten.amin.default: (_wide_first,),
+    _aten.max.default: (_wide_first,),
+    _aten.min.default: (_wide_first,),
+    _aten.max.dim: (_wide_first,),
+    _aten.min.dim: (_wide_first,),
+    _aten.remainder.Tensor: (_exact_remainder,),
+    _aten.remainder.Scalar: (_exact_remainder,),
+    _aten.remainder.Scalar_Tensor: (_exact_remainder,),
+    _aten.div.Tensor_mode: (_exact_floor,),
+    _aten.div.Scalar_mode: (_exact_floor,),
+}

@@ -17,10 +17,9 @@ same graph.
 
 from __future__ import annotations
 
-import functools
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
@@ -35,8 +34,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchpmap._base.optimizers import TensorNumbers, state_maker
-from torchpmap._base.replaced import Replaced, Replacement
+from torchpmap._base.optimizers import Positive, TensorNumbers, state_maker
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
     FakeTensor,
@@ -44,6 +42,8 @@ from torchpmap._base.torch_internals import (
     outside_modes,
     torch_function_off,
 )
+from torchpmap._trace.capture import is_real
+from torchpmap._trace.decisions import Skippable, decided, numbers_of, tracing
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.watched import Place, Watched
 from torchpmap._trace.whole_capture import WholeCapture
@@ -53,6 +53,10 @@ _OPTIONS = ("capturable", "foreach", "fused")
 
 _SCHEDULED = ("momentum", "betas", "weight_decay")
 """What a schedule may change beside ``lr``."""
+
+_MAX_CHANGES = 3
+_EXACT = {"step", "eta", "mu"}
+"""Entries of the state of a parameter that steps compute with as numbers of Python."""
 
 _Setting = tuple[int, str]
 """A group, and a name in it."""
@@ -76,7 +80,7 @@ class Numbers:
         }
         """Those that are inputs, and of how many numbers each is."""
         entries = list(optimizer.state.values())
-        self.counters = [x["step"] for x in entries if isinstance(x.get("step"), torch.Tensor)]
+        self.counters = [x["step"] for x in entries if type(x.get("step")) is torch.Tensor]
         if len(set(map(id, self.counters))) < len(self.counters):
             raise Untraceable("parameters share one counter", users_line(), "one for each")
         self._memory = [counter.numpy() for counter in self.counters]
@@ -191,6 +195,10 @@ class Optimizers:
         """Ids of optimizers whose own step changes one."""
         self._stepping: list[tuple[Optimizer, ExitStack]] = []
         """The innermost last: the ``step`` of a subclass may call that of its class."""
+        self.made: WeakSet[Optimizer] = WeakSet()
+        """Those that the function has made."""
+        self.condition: torch.Tensor | None = None
+        """Steps change something only where it is true."""
 
     @property
     def numbers(self) -> list[Numbers]:
@@ -200,9 +208,9 @@ class Optimizers:
     def watched(self) -> Iterator[None]:
         """A block in which steps work on unknown values."""
         with ExitStack() as stack:
-            _made[self._thread] = WeakSet()
-            stack.callback(_made.pop, self._thread, None)
-            stack.enter_context(_makers)
+            tracing[self._thread] = self
+            stack.callback(tracing.pop, self._thread, None)
+            stack.enter_context(decided)
             stack.callback(register_optimizer_step_pre_hook(self._before).remove)
             stack.callback(register_optimizer_step_post_hook(self._after).remove)
             try:
@@ -230,11 +238,19 @@ class Optimizers:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
-        if optimizer in _made[self._thread]:
-            name = type(optimizer).__name__
+        name = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise Untraceable(
+                "LBFGS decides by the values of the loss how often to compute it",
+                users_line(),
+                "tp.jit for its closure, and step() outside",
+            )
+        if optimizer in self.made:
             raise Untraceable(f"it makes the {name} that steps", users_line(), "one made outside")
         with torch_function_off(), outside_modes(), torch.no_grad():
             _make_state(optimizer, self._capture)
+            if self.condition is not None:
+                self._count_on_devices(optimizer)
         if id(optimizer) not in self._known:
             with torch_function_off(), outside_modes():
                 numbers = Numbers(optimizer)
@@ -244,6 +260,10 @@ class Optimizers:
                 self._counters[id(counter)] = numbers.counter(place)
         numbers = self._known[id(optimizer)][1]
         stack = ExitStack()
+        if not self._stepping:
+            stack.callback(_refuse_to_count, optimizer, numbers_of(optimizer))
+        if self.condition is not None and not self._stepping:
+            stack.callback(Skippable(optimizer, self.condition, self._capture).end)
         self._stepping.append((optimizer, stack))
         for group in optimizer.param_groups:
             stack.callback(group.update, {x: group[x] for x in _OPTIONS if x in group})
@@ -253,10 +273,12 @@ class Optimizers:
             stack.callback(self._put_back, optimizer, k, name, optimizer.param_groups[k][name])
             optimizer.param_groups[k][name] = value
         for entries in optimizer.state.values():
-            self._replace_counter(numbers, entries, stack)
+            for name in _EXACT & entries.keys():
+                self._widen(numbers, entries, name, stack)
         stack.enter_context(as_if_compiling())
         positive = [part for (_, x), own in settings.items() if x != "lr" for part in _parts(own)]
-        stack.enter_context(TensorNumbers(optimizer, positive))
+        stack.enter_context(TensorNumbers())
+        stack.enter_context(Positive(positive))
 
     def _put_back(self, optimizer: Optimizer, group: int, name: str, before: Any) -> None:
         given = self._settings[id(optimizer)][group, name]
@@ -265,23 +287,40 @@ class Optimizers:
             self._rewritten.add(id(optimizer))
         optimizer.param_groups[group][name] = before
 
-    def _replace_counter(self, numbers: Numbers, entries: dict[str, Any], stack: ExitStack) -> None:
-        counter: Any = entries.get("step")
+    def _widen(
+        self, numbers: Numbers, entries: dict[str, Any], name: str, stack: ExitStack
+    ) -> None:
+        counter: Any = entries[name]
         traced = self._counters.get(id(counter))
+        if traced is None and is_real(counter) and counter.is_floating_point():
+            traced = counter.double()  # it is as any other state
         if traced is None:
             return
 
         def put_back() -> None:
-            now = entries["step"]
+            now, entries[name] = entries[name], counter
+            if id(counter) not in self._counters:
+                if now is not begin or now._version:
+                    counter.copy_(now)
+                return
             self._counters[id(counter)] = now
-            entries["step"] = counter
             if now is not begin or now._version:
                 numbers.note_step(counter, self._advance(now, begin_node))
 
         # in double precision: 1 - 0.999**step has four digits in the dtype of counters
-        begin = entries["step"] = traced.clone()
+        begin = entries[name] = traced.clone()
         begin_node = self._capture.node_of(begin)
         stack.callback(put_back)
+
+    def _count_on_devices(self, optimizer: Optimizer) -> None:
+        """Move the counters to where the parameters are: only the devices know if a step counts."""
+        if id(optimizer) in self._known and self._known[id(optimizer)][1].counters:
+            reason = f"{type(optimizer).__name__} steps with and without a GradScaler"
+            raise Untraceable(reason, users_line(), "one of the two")
+        for p, entries in optimizer.state.items():
+            if type(entries.get("step")) is torch.Tensor:
+                none = torch.zeros_like(p.flatten()[:1], dtype=entries["step"].dtype).sum()
+                entries["step"] = none + entries["step"]
 
     def _advance(self, now: torch.Tensor, begin: Node | None) -> float:
         """By how much a step has advanced a counter."""
@@ -308,12 +347,14 @@ class Optimizers:
             stack.close()
         if any(each is optimizer for each, _ in self._stepping):
             return
-        made = [
-            (entries, name)
-            for entries in optimizer.state.values()
-            for name, value in entries.items()
-            if isinstance(value, FakeTensor)
-        ]
+        real_of = {id(self._capture.stand_ins[id(x)]): x for x in self._capture.tensors}
+        made = []
+        for entries in optimizer.state.values():
+            for name, value in list(entries.items()):
+                if id(value) in real_of:  # state["sum"] += 1 stores what it has written to
+                    entries[name] = real_of[id(value)]
+                elif isinstance(value, FakeTensor):
+                    made.append((entries, name))
         for entries, name in made:
             del entries[name]
         if made:  # as SGD with dampening does: its first step is another one
@@ -324,24 +365,20 @@ class Optimizers:
             )
 
 
-_made: dict[int, WeakSet[Optimizer]] = {}
-"""By the thread that traces: the optimizers that the function has made."""
+def _refuse_to_count(optimizer: Optimizer, before: Hashable) -> None:
+    """Raise if a step has changed numbers of Python too often: each change is another graph."""
+    if numbers_of(optimizer) != before:
+        _changes[optimizer] = _changes.get(optimizer, 0) + 1
+        if _changes[optimizer] > _MAX_CHANGES:
+            raise Untraceable(
+                f"each step of {type(optimizer).__name__} changes a number of Python in its state",
+                users_line(),
+                "a tensor, such as torch.zeros(())",
+            )
 
 
-def _noting(own: Any) -> Any:
-    @functools.wraps(own)
-    def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        own(self, *args, **kwargs)
-        made = _made.get(threading.get_ident())
-        if made is not None:
-            made.add(self)
-
-    return init
-
-
-_makers = Replaced([Replacement(Optimizer, "__init__", _noting)])
-
-
+_changes: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""How often traced steps have changed numbers of Python."""
 _last: WeakKeyDictionary[Optimizer, dict[_Setting, Any]] = WeakKeyDictionary()
 """What schedules may change, as it was in the last trace; None: it has changed before."""
 
@@ -375,10 +412,10 @@ def _changeable(optimizer: Optimizer) -> dict[_Setting, Any]:
 
 def _make_state(optimizer: Optimizer, capture: WholeCapture) -> None:
     """Make the state that the step would make first, if there is none."""
+    stepped = {id(leaf.real) for leaf in capture.leaves.values() if leaf.gradient() is not None}
     make = state_maker(optimizer)
     if make is None:
         return
-    stepped = {id(leaf.real) for leaf in capture.leaves.values() if leaf.stand_in.grad is not None}
     for group in optimizer.param_groups:
         params = group["params"]
         new = {id(p) for p in params if id(p) in stepped and not optimizer.state.get(p)}

@@ -23,7 +23,8 @@ import torch
 from torchpmap._base.axis_spec import broadcast_axes
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure, flatten
-from torchpmap._layout.axis_stack import Axis, mesh_axes
+from torchpmap._layout import axis_stack
+from torchpmap._layout.axis_stack import Axis, Parts, mesh_axes
 from torchpmap._layout.grid import Cut, dim_of
 from torchpmap._trace.escaped import note, watched
 from torchpmap._trace.idioms import translate
@@ -74,6 +75,10 @@ class Outcome:
     tracked: tuple[frozenset[Axis], ...] | None = None
     """Of a program in which it is followed which values vary: per dim of the grid, its axis, if it
     is followed along it.  There what does not vary has one cotangent, which all devices hold.
+    """
+    bound: tuple[Parts, ...] = ()
+    """The axes that were bound where the function ran, for what runs in a backward pass; none if
+    there were lanes, which have ended.
     """
     demands: tuple[Demand, ...] = ()
     """Of values inside that are no outputs."""
@@ -221,7 +226,9 @@ class Program:
                 translate(error)
                 raise
             settle(result)
-        return self.lay_out(result)
+        axes = axis_stack.bound()
+        has_lanes = any(axis.group is None and axis.size > 1 for parts in axes for axis in parts)
+        return replace(self.lay_out(result), bound=() if has_lanes else axes)
 
     def lay_out(self, returned: Any) -> Outcome:
         """Of what the function returned: blocks and cuts."""

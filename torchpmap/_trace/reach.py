@@ -12,7 +12,8 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -44,15 +45,23 @@ _NO_CODE = _AT_CREATION | {"__module__", "__dict__", "__doc__", "__weakref__", "
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _ASKING = {"hasattr", "getattr", "AttributeError", "Exception"}
 """Names in code that may ask a module for what it lacks."""
+_SCALING = {"_enabled", "_growth_factor", "_backoff_factor", "_growth_interval"}
+"""Settings of a ``GradScaler`` that its own code reads."""
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 
 
 class Walk:
     """Everything that a function can reach, nearest first."""
 
-    def __init__(self, by_name: tuple[type, ...] = ()) -> None:
-        """``by_name``: classes; of an instance only what the code mentions is watched."""
+    def __init__(
+        self, by_name: tuple[type, ...] = (), stored: Collection[tuple[int, Any]] = ()
+    ) -> None:
+        """``by_name``: classes; of an instance only what the code mentions is watched.  ``stored``:
+        (id of the owner, name) of places that may hold anything.
+        """
         self._by_name = by_name
+        self._stored = stored
+        self._owners_of_stored = {owner for owner, _ in stored}
         self.watched = Watched()
         self.tensors: list[torch.Tensor] = []
         self.origins: list[str] = []
@@ -115,7 +124,8 @@ class Walk:
         self._add(self.watched.add_read(read, place), place.origin)
 
     def _watch_name(self, table: Mapping[str, Any], name: str, place: Place) -> None:
-        self._add(self.watched.add_name(table, name, place), place.origin)
+        if (id(table), name) not in self._stored:
+            self._add(self.watched.add_name(table, name, place), place.origin)
 
     def _watch_attribute(self, table: Mapping[str, Any], name: str, origin: str) -> None:
         self._watch_name(table, name, Place(origin, "attribute", name))
@@ -126,9 +136,22 @@ class Walk:
         for item in list(view):  # other threads may add to it
             self._add(item, place.origin)
 
+    def _entries(self, table: dict[Any, Any], place: Place) -> None:
+        """Watch a dict, but for what is stored there."""
+        kind = OrderedDict if isinstance(table, OrderedDict) else dict
+        self._view(kind.keys(table), place)
+        if id(table) not in self._owners_of_stored:
+            self._view(kind.values(table), place)
+            return
+        for name in list(kind.keys(table)):
+            self._watch_name(table, name, place)
+
     def _all_attributes(self, value: Any, origin: str) -> None:
         table = dict_of(value)
-        if table is not None:
+        if table is not None and id(table) in self._owners_of_stored:
+            self.watched.add_dict(value, table, origin)
+            self._entries(table, Place(origin, "attribute"))
+        elif table is not None:
             self.watched.add_attributes(value, table, origin)
             for item in list(table.values()):
                 self._add(item, origin)
@@ -157,7 +180,7 @@ class Walk:
         elif isinstance(value, torch.Tensor):
             self._tensor(value, origin)
         elif isinstance(value, self._by_name):
-            self._owners.append((vars(value), set(), set(), origin))
+            self._owners.append((vars(value), _SCALING, set(), origin))
         elif isinstance(value, np.ndarray):
             self.watched.add_read(ArrayContents(value).same, Place(origin))
             for item in value.ravel().tolist() if value.dtype == object else ():
@@ -178,8 +201,12 @@ class Walk:
         """Anything that has items or attributes."""
         kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
         if kind in (dict, OrderedDict):
-            self._view(kind.keys(value), Place(origin))
-            self._view(kind.values(value), Place(origin))
+            self._entries(value, Place(origin))
+        elif kind is list and id(value) in self._owners_of_stored:
+            self.watched.add_size(value, Place(origin))
+            for place in range(len(value)):
+                if (id(value), place) not in self._stored:
+                    self._add(self.watched.add(itemgetter(place), value, Place(origin)), origin)
         elif isinstance(value, types.MappingProxyType):
             self._view(value.keys(), Place(origin))
             self._view(value.values(), Place(origin))
@@ -209,7 +236,8 @@ class Walk:
                     cls.__module__
                 ):
                     read = functools.partial(_slot, member, value)
-                    self._watch(read, Place(origin, "attribute", name))
+                    if (id(value), name) not in self._stored:
+                        self._watch(read, Place(origin, "attribute", name))
         self._kind(value, origin)
 
     def _kind(self, value: Any, origin: str) -> None:
@@ -239,6 +267,8 @@ class Walk:
         code, defaults, keywords = self.watched.add(code_of, function, place)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             place = Place(repr(name) if is_outermost else origin, "name", name)
+            if (id(cell), "cell_contents") in self._stored:
+                continue
             try:
                 self._add(self.watched.add(cell_contents, cell, place), place.origin)
             except ValueError:  # not assigned yet
@@ -295,8 +325,7 @@ class Walk:
         for name in _TABLES:
             table = state.get(name)  # missing before Module.__init__
             if table:
-                self._view(table.values(), Place(origin, "attribute"))
-                self._view(table.keys(), Place(origin, "attribute"))
+                self._entries(table, Place(origin, "attribute"))
                 self.stores.has_hooks |= name.endswith("hooks")
             elif table is not None:
                 self.watched.add_size(table, Place(origin, "attribute"))

@@ -150,6 +150,7 @@ class RowProgram(Program):
         checks += [pmax(check, self.axis_name) for check in outcome.checks]
         return replace(
             laid_out,
+            bound=outcome.bound,
             cuts=tuple(map(nested, laid_out.dims, outcome.cuts)),
             checks=tuple(checks),
             checked=(*self._claims(laid_out, found), *outcome.checked),
@@ -170,7 +171,8 @@ class RowProgram(Program):
 
     def _claims(self, outcome: Outcome, leaves: Iterable[int]) -> tuple[str, ...]:
         paths = self.paths(outcome.structure)
-        return tuple(f"out_axes is None for {paths[leaf]}" for leaf in leaves)
+        own = f"{self.prefix}: " if self.is_inner else ""  # the error names the outermost map
+        return tuple(f"{own}out_axes is None for {paths[leaf]}" for leaf in leaves)
 
     def _cut(self, block: torch.Tensor, out: Any, path: str) -> Cut:
         if out is None:

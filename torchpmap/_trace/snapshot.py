@@ -1,28 +1,89 @@
 """The Python objects that a function reaches, as they were before it was traced.
 
-A trace that is given up is followed by a run of the function itself.  What its Python code changed
-in the trace is taken back first, so that it changes once.  And a tensor of a trace must not stay in
-an object: later calls run the graph, and would find it there.
+A trace that is given up is followed by another one, or by a run of the function itself.  What its
+Python code changed in the trace is taken back first, so that it changes once.  And a tensor of a
+trace must not stay in an object: later calls run the graph, and would find it there.  Where the
+function leaves one, it is told, as a ``Slot``, so that each call can leave its own.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from torchpmap._base.exact import exact
+from torchpmap._base.pytree import flatten
 from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import FakeTensor
 from torchpmap._trace.environment import others_run
-from torchpmap._trace.reach import dict_of
+from torchpmap._trace.reach import SIMPLE, dict_of
+from torchpmap._trace.untraceable import Untraceable
 
 _DEPTH = 5
 """Of containers in attributes: ``optimizer.state[p]["exp_avg"]`` is one of 3."""
-_MISSING = object()
 _TABLES = (dict, list, set, deque)
+_PLAIN = torch.Tensor | enum.Enum | SIMPLE
+
+
+class _Missing:
+    """Stands for the value where there is none.  A class is the same object in a copy."""
+
+
+class Slot(NamedTuple):
+    """Where a function stores a value: an entry of a dict or a list, a variable, an attribute."""
+
+    owner: Any
+    name: Any
+
+    @property
+    def key(self) -> tuple[int, Any]:
+        return id(self.owner), self.name
+
+    def read(self) -> Any:
+        """The value; a constant if there is none."""
+        return _read(self.owner, self.name)
+
+    def write(self, value: Any) -> None:
+        _write(self.owner, self.name, value)
+
+    def refusal(self, where: str) -> Untraceable:
+        """What says that calls cannot store a tensor there."""
+        name = "a variable" if isinstance(self.owner, CellType) else repr(self.name)
+        return Untraceable(
+            f"it stores a new tensor ({name}), which later calls would not",
+            where,
+            "buffer.copy_(value), or return the value",
+        )
+
+
+class _Table(NamedTuple):
+    """A container."""
+
+    table: Any
+    copy: Any
+    parent: _Table | None
+    """The one that it was found in, if only there."""
+    is_users: bool
+    """Whether it is none of an optimizer or the like."""
+
+    def is_there(self) -> bool:
+        """Whether the object still leads to it."""
+        if self.parent is None:
+            return True
+        is_item = any(item is self.table for item in _items(self.parent.table))
+        return is_item and self.parent.is_there()
+
+    def attribute(self, name: Any) -> Slot:
+        """The place in the outermost container that leads to an entry."""
+        if self.parent is None:
+            return Slot(self.table, name)
+        names = [x for x, item in self.parent.copy.items() if item is self.table]
+        return self.parent.attribute(names[0])
 
 
 class Snapshot:
@@ -34,14 +95,14 @@ class Snapshot:
 
     def __init__(self, objects: Iterable[Any], also: tuple[type, ...] = ()) -> None:
         self._others_run = others_run()
-        self._tables: dict[int, tuple[Any, Any]] = {}
-        """By id: a container, and a copy."""
+        self._tables: dict[int, _Table] = {}
+        """By the id of the container."""
         self._places: list[tuple[Any, str, Any]] = []
         """Owners of names: a cell, a class, or the globals of a module; what was there."""
         own = (*_TABLES, torch.nn.Module, FunctionType, *also)
         for each in objects:
             if isinstance(each, own) or not is_foreign(type(each).__module__):
-                self._add(each, _DEPTH)
+                self._add(each, _DEPTH, None, not isinstance(each, also))
             if isinstance(each, torch.Tensor) and each.is_leaf and each.requires_grad:
                 self._note(each, "grad")
             if isinstance(each, FunctionType):
@@ -59,21 +120,21 @@ class Snapshot:
     def _note(self, owner: Any, name: str) -> None:
         self._places.append((owner, name, _read(owner, name)))
 
-    def _add(self, value: Any, depth: int) -> None:
+    def _add(self, value: Any, depth: int, parent: _Table | None, is_users: bool) -> None:
         table = value if isinstance(value, _TABLES) else dict_of(value)
         if table is None or id(table) in self._tables:
             return
         copy = dict(_own(table).items(table)) if isinstance(table, dict) else list(table)
-        self._tables[id(table)] = table, copy
+        found = self._tables[id(table)] = _Table(table, copy, parent, is_users)
         if depth:
             for item in _items(copy):
                 if isinstance(item, _TABLES):
-                    self._add(item, depth - 1)
+                    self._add(item, depth - 1, found, is_users)
 
     def restore(self) -> None:
         """Take back what has changed; but not of lists, if other threads may have added to them."""
         is_alone = not (self._others_run or others_run())
-        for table, copy in self._tables.values():
+        for table, copy, *_ in self._tables.values():
             if isinstance(table, dict):
                 _restore_dict(table, copy, is_alone)
             elif is_alone and not _same(table, copy):
@@ -87,19 +148,85 @@ class Snapshot:
             if _read(owner, name) is not value:
                 _write(owner, name, value)
 
-    def leaked(self) -> str | None:
-        """Where a tensor of a trace is that was not there; None if nowhere."""
-        for table, copy in self._tables.values():
-            if not _same(table, copy):
-                names = list(dict.keys(table)) if isinstance(table, dict) else range(len(table))
-                for name, item in zip(names, _items(table), strict=False):
-                    if _has_traced(item):
-                        return repr(name)
+    def has(self, slot: Slot) -> bool:
+        """Whether the function reaches it."""
+        return id(slot.owner) in self._tables or any(
+            owner is slot.owner and name == slot.name for owner, name, _ in self._places
+        )
+
+    def stored(self, known: Sequence[Slot], where: str, *, constants: bool) -> list[Slot]:
+        """Where tensors of a trace are, besides what is ``known``; if there are any, also where
+        other values are that the function has moved or made, which may be ``constants``.
+
+        Raises:
+            Untraceable: later calls could not store theirs there.
+        """
+        keys = {slot.key for slot in known}
+        new: dict[tuple[int, Any], Slot] = {}
+        moved: dict[tuple[int, Any], Slot] = {}
+        others: list[Any] = []
+        is_alone = not (self._others_run or others_run())  # else another thread may have done it
+        for slot, now, can_store, is_users in self._changes():
+            if _has_traced(now):
+                if not (can_store and _is_plain(now)):
+                    raise slot.refusal(where)
+                new[slot.key] = slot
+            elif is_users and slot.key not in keys:
+                is_known = is_alone and (constants or _has_tensor(now))
+                is_moved = is_known and can_store and _is_plain(now)
+                moved |= {slot.key: slot} if is_moved else {}
+                others += [] if is_moved else [slot.name]
+        if others and (new or known):
+            raise Untraceable(
+                f"it stores a new tensor, and changes what is none ({others[0]!r}), which later "
+                "calls would not",
+                where,
+                "a tensor for that too, or return the new tensor",
+            )
+        found = new | moved if new or known else {}
+        return [slot for key, slot in found.items() if key not in keys]
+
+    def _changes(self) -> Iterator[tuple[Slot, Any, bool, bool]]:
+        """Where something is not as it was, what is there now, whether calls can store there, and
+        whether it is the user's.
+        """
+        for each in self._tables.values():
+            table, copy = each.table, each.copy
+            if _same(table, copy) or not each.is_there():
+                continue
+            is_dict = isinstance(table, dict)
+            before = copy if is_dict else dict(enumerate(copy))
+            names = list(dict.keys(table)) if is_dict else range(len(table))
+            items = dict(zip(names, _items(table), strict=False))
+            is_fixed = is_dict or (type(table) is list and len(table) == len(copy))
+            for name in {**before, **items}:
+                now = items.get(name, _Missing)
+                if not _differ(now, before.get(name, _Missing)):
+                    continue
+                if each.is_users:
+                    yield Slot(table, name), now, is_fixed, True
+                elif _has_traced(now):  # the containers in it may be others in each call
+                    slot = each.attribute(name)
+                    yield slot, slot.read(), True, False
         for owner, name, value in self._places:
             now = _read(owner, name)
-            if now is not value and _has_traced(now):
-                return "a variable" if isinstance(owner, CellType) else repr(name)
-        return None
+            if _differ(now, value):
+                is_users = not isinstance(owner, torch.Tensor)  # its .grad
+                yield Slot(owner, name), now, is_users and not isinstance(owner, type), is_users
+
+
+def _differ(now: Any, before: Any) -> bool:
+    is_simple = isinstance(now, SIMPLE) and isinstance(before, SIMPLE)
+    return now is not before and not (is_simple and exact(now) == exact(before))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether each call can have a value of its own like this one."""
+    return all(isinstance(x, _PLAIN) or x is _Missing for x in flatten(value)[0])
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) for x in flatten(value)[0])
 
 
 def _own(table: dict[Any, Any]) -> Any:
@@ -137,30 +264,32 @@ def _restore_dict(table: dict[Any, Any], copy: dict[Any, Any], is_alone: bool) -
     for name in dict.keys(table) - copy.keys():
         kind.__delitem__(table, name)
     for name, item in copy.items():
-        if dict.get(table, name, _MISSING) is not item:
+        if dict.get(table, name, _Missing) is not item:
             kind.__setitem__(table, name, item)
 
 
-def _read(owner: Any, name: str) -> Any:
+def _read(owner: Any, name: Any) -> Any:
     if isinstance(owner, dict):
-        return dict.get(owner, name, _MISSING)
+        return dict.get(owner, name, _Missing)
+    if isinstance(owner, list):
+        return owner[name] if name < len(owner) else _Missing
     if isinstance(owner, type):
-        return vars(owner).get(name, _MISSING)
+        return vars(owner).get(name, _Missing)
     try:
         return getattr(owner, name)
     except (AttributeError, ValueError):  # not assigned
-        return _MISSING
+        return _Missing
 
 
-def _write(owner: Any, name: str, value: Any) -> None:
+def _write(owner: Any, name: Any, value: Any) -> None:
     """Set a name as it was, or take it away."""
-    change: Callable[..., Any]
-    if isinstance(owner, dict):
-        owner.pop(name, None)
-        if value is not _MISSING:
-            owner[name] = value
+    if value is _Missing and _read(owner, name) is _Missing:
         return
-    change, given = (delattr, ()) if value is _MISSING else (setattr, (value,))
+    change: Callable[..., Any]
+    change, given = (delattr, ()) if value is _Missing else (setattr, (value,))
+    if isinstance(owner, dict | list):
+        kind = _own(owner) if isinstance(owner, dict) else list
+        change = kind.__delitem__ if value is _Missing else kind.__setitem__
     change(owner, name, *given)
 
 

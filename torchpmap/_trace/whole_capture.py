@@ -64,7 +64,11 @@ class Leaf:
     def gradient(self) -> torch.Tensor | None:
         """The one that it has now."""
         with torch_function_off():
-            return self.stand_in.grad
+            grad = self.stand_in.grad
+        if grad is not None and grad.layout is not torch.strided:
+            reason = "the gradient of a parameter is sparse"
+            raise Untraceable(reason, users_line(), "layers without sparse=True")
+        return grad
 
     def clear(self) -> None:
         """Take it away without asking what is there, as ``zero_grad`` does."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import operator
+import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -211,9 +214,13 @@ def describe(leaf: Any, path: str, options: MapOptions) -> tuple[tuple[int, ...]
     )
 
 
-def check_function(fun: Any) -> Callable[..., Any]:
+def check_function(fun: Any, what: str) -> Callable[..., Any]:
+    """``what``: the argument of the front end, as messages name it."""
     if not callable(fun):
-        raise TypeError(f"Expected a callable value, got {fun!r}")
+        raise TypeError(
+            f"Expected a callable value, got {fun!r} of type {type(fun).__name__}: {what} must be "
+            "a function."
+        )
     inner = inspect.unwrap(fun) if inspect.isfunction(fun) else fun
     if inspect.isgeneratorfunction(inner):
         raise TypeError(f"Expected a function, got a generator function: {fun!r}")
@@ -256,6 +263,17 @@ def as_tuple(value: Any, what: str, kind: type) -> tuple[Any, ...]:
             f"{what} must be {kind.__name__} or an iterable of {kind.__name__}, but got {value!r}."
         )
     return items
+
+
+def reduced(mapped: Any, *made_of: Any) -> Any:
+    """How a function that a front end has made is pickled: as functions are, by its name, if a
+    decorator has made it; but a worker has another ``__main__``.
+    """
+    with contextlib.suppress(AttributeError):  # another callable may have no name
+        module, name = sys.modules.get(mapped.__module__), mapped.__qualname__
+        if operator.attrgetter(name)(module) is mapped and mapped.__module__ != "__main__":
+            return name
+    return type(mapped), made_of
 
 
 def name_of(fun: Any) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from torchpmap._base.boundary import outside_graphs
-from torchpmap._base.errors import Shown, check_array, dtype_name, kind_of
-from torchpmap._base.pytree import flatten, replaced, tree_map_only
+from torchpmap._base.errors import check_array, dtype_name, kind_of
+from torchpmap._base.pytree import flatten, replaced
 from torchpmap._collectives.operands import AxisName, resolve
 from torchpmap._collectives.reduce import pmean
 from torchpmap._collectives.varying import NONE, axes_of
@@ -281,9 +281,12 @@ def _pair(result: Any) -> tuple[Any, Any]:
     )
 
 
-def _kinds(value: Any) -> Any:
+def _kinds(value: Any) -> str:
     """A tree with the kinds of its tensors, whose values a message cannot show."""
-    return tree_map_only(torch.Tensor, lambda x: Shown(kind_of(x.shape, x.dtype)), value)
+    leaves, structure = flatten(value)
+    return structure.shown(
+        kind_of(x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves
+    )
 
 
 def _scalar(value: Any) -> torch.Tensor:

@@ -62,15 +62,31 @@ _HINT = (
 def run_here(preparation: Preparation[_Call], call: _Call) -> Any:
     """Run a call with all its rows on the device it is made on, inside a mapped function."""
     program = preparation.whole_program(call)
-    if not are_active():
-        program = replace(program, seed=draw_key())
     # copies: the function may write to its arguments, and return views of them
     blocks = [_copied(leaf) for leaf in call.travelling(call.leaves)]
-    outcome = program.run(blocks, None)
+    outcome = program.run(blocks, None) if are_active() else _run_with_key(program, blocks)
     for claim, check in zip(outcome.checked, outcome.checks, strict=True):
         text = not_replicated(program.prefix, claim, "{distance}", program.otherwise)
         check_equal(check, text)
     return outcome.returned
+
+
+def _run_with_key(program: Program, blocks: Sequence[torch.Tensor]) -> Outcome:
+    """Run with a key from torch's generator, which stays as it is if no number is drawn."""
+    before = torch.default_generator.get_state()
+    forbidden: RuntimeError | None = None
+    try:
+        key = draw_key()
+    except RuntimeError as error:  # a vmap around the call forbids random numbers
+        forbidden = error
+        with outside_transforms():
+            key = peek_key()
+    outcome = replace(program, seed=key).run(blocks, None)
+    if not outcome.draws:
+        torch.default_generator.set_state(before)
+    elif forbidden is not None:
+        raise forbidden
+    return outcome
 
 
 def run_inline(preparation: Preparation[_Call], call: _Call) -> Any:

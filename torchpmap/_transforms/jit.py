@@ -25,7 +25,6 @@ from torchpmap._base.boundary import boundary, fold
 from torchpmap._base.busy import waiting
 from torchpmap._base.config import config
 from torchpmap._base.errors import TraceError, kind_of
-from torchpmap._base.exact import exact
 from torchpmap._base.sources import defined_at
 from torchpmap._base.torch_internals import (
     break_graph,
@@ -44,6 +43,7 @@ from torchpmap._trace.optimizers import NotYet
 from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
+from torchpmap._transforms.call import reduced
 from torchpmap._transforms.jit_program import (
     JitCall,
     JitOptions,
@@ -52,7 +52,9 @@ from torchpmap._transforms.jit_program import (
     Program,
     make_options,
 )
+from torchpmap._transforms.jit_stores import Storing, storing
 from torchpmap._transforms.jit_transforms import Body, Outline
+from torchpmap._transforms.jit_values import leaf_key
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, map_with, outside_dynamo
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import peek_key, streams_of
@@ -64,6 +66,8 @@ _MAX_PROGRAMS = 8
 """Of one kind of call, that differ in what they close over."""
 _MAX_KINDS = 256
 """Of calls, whose programs are kept."""
+_MAX_CONSTANTS = 4
+"""Programs that store other values of Python; a function that counts would need ever more."""
 _BY_OPERATION = "operation by operation"
 _BY_NAME = (Optimizer, LRScheduler, torch.amp.GradScaler)
 """What changes in each step: of these the code's own reads are watched."""
@@ -99,7 +103,7 @@ class Jitted(Generic[_P, _R]):
         return f"<jit of {self._options.name}>"
 
     def __reduce__(self) -> Any:
-        return Jitted, (self.__wrapped__, self._options)
+        return reduced(self, self.__wrapped__, self._options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -174,7 +178,7 @@ class Jitted(Generic[_P, _R]):
 
     def _program(self, call: JitCall, make: Callable[..., Any]) -> Any:
         """What runs a call; None: the function itself, operation by operation."""
-        structure, kinds = call.structure, tuple(map(_leaf_key, call.leaves))
+        structure, kinds = call.structure, tuple(map(leaf_key, call.leaves))
         modes = torch.is_grad_enabled(), make is self._make
         key = structure, structure.dict_order, keyed(), modes, kinds
         runtime = current_runtime()
@@ -213,8 +217,20 @@ class Jitted(Generic[_P, _R]):
             snapshot = Snapshot(reached, _BY_NAME)
             try:
                 optimizers = [x for x in reached if isinstance(x, Optimizer)]
-                program = make(call, self._options, optimizers)
-                self._refuse_leaks(snapshot)
+                complete = functools.partial(make, options=self._options, optimizers=optimizers)
+                where, mine = self._options.where, self._programs.get(key, ())
+                look = functools.partial(
+                    snapshot.stored,
+                    where=where,
+                    constants=sum(isinstance(x, Storing) for x, _ in mine) < _MAX_CONSTANTS,
+                )
+                if make is self._make:
+                    others = [x for kept in self._programs.values() for x, _ in kept]
+                    program = storing(complete, call, snapshot, others, look, where)
+                else:
+                    program = complete(call)
+                    for slot in look(()):
+                        raise slot.refusal(where)
             except BaseException as error:
                 snapshot.restore()
                 if not isinstance(error, Untraceable):
@@ -224,7 +240,9 @@ class Jitted(Generic[_P, _R]):
                     self._traces.untraced(self._options, error, _BY_OPERATION)
                     self._keep(key, nothing)
                 return nothing
-        noted = Surroundings([self._environment.copy(), *own])
+        keys = {x.key for x in program.slots} if isinstance(program, Storing) else set()
+        own = [each.without(keys) for each in own] if keys else own
+        noted = Surroundings([self._environment.without(keys), *own])
         if isinstance(program, Outline):
             program.surroundings = noted
         self._keep(key, (program, noted))
@@ -238,15 +256,6 @@ class Jitted(Generic[_P, _R]):
             del programs[-2 if is_last else -1]
         if len(self._programs) > _MAX_KINDS:
             del self._programs[next(iter(self._programs))]
-
-    def _refuse_leaks(self, snapshot: Snapshot) -> None:
-        name = snapshot.leaked()
-        if name is not None:
-            raise Untraceable(
-                f"it stores a new tensor ({name}), which later calls would not",
-                self._options.where,
-                "buffer.copy_(value), or return the value",
-            )
 
     def _note(self, call: JitCall, is_outline: bool) -> None:
         """Count a trace, and warn if there are too many."""
@@ -289,15 +298,6 @@ def _no_surroundings() -> None:
 
 def _laid_out(fun: Callable[..., Any], out_shardings: Any, *args: Any, **kwargs: Any) -> Any:
     return with_sharding_constraint(fun(*args, **kwargs), out_shardings)
-
-
-def _leaf_key(leaf: Any) -> Hashable:
-    if not isinstance(leaf, torch.Tensor):
-        return exact(leaf)
-    grad = leaf.requires_grad and (leaf.is_leaf or "computed")
-    if type(leaf) is ShardedTensor:
-        return leaf._alive()[0], grad
-    return tuple(leaf.shape), leaf.dtype, grad
 
 
 def _described(leaf: Any) -> str:
@@ -371,4 +371,4 @@ def jit(
     Source: ``jax.jit`` over sharded arrays; effects are those of torch.
     """
     settings: dict[str, Any] = dict(locals())
-    return map_with(Jitted, make_options, settings, settings.pop("fun"))
+    return map_with(Jitted, make_options, settings, settings.pop("fun"), "fun of jit")

@@ -26,7 +26,7 @@ from torchpmap._sharded.constraints import constrained, wishes
 from torchpmap._sharded.gather_report import tell_of_gather
 from torchpmap._sharded.spread import NotOnBlocks
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded
-from torchpmap._sharded.transfer import gather
+from torchpmap._sharded.transfer import check_equal_everywhere, gather
 from torchpmap._sharded.views import is_linked, linked, write
 from torchpmap._trace.capture import is_real
 from torchpmap._trace.compile import parse_compile
@@ -38,6 +38,7 @@ from torchpmap._transforms.call import CallOptions
 from torchpmap._transforms.jit_gradient import Derivable, overwritten
 from torchpmap._transforms.jit_values import (
     RESULT,
+    Again,
     Argument,
     ClosedOver,
     Copied,
@@ -82,7 +83,7 @@ class JitCall:
     """A call, taken apart."""
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self._fun = fun
+        self.fun = fun
         leaves, self.structure = flatten_call(args, kwargs)
         self.leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
         self.tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
@@ -104,20 +105,21 @@ class JitCall:
         is_tensor = [leaf is _TENSOR or isinstance(leaf, torch.Tensor) for leaf in self.leaves]
         leaves = zip(self.leaves, is_tensor, strict=True)
         args, kwargs = self.structure.unflatten([next(rest) if x else leaf for leaf, x in leaves])
-        return self._fun(*args, **kwargs)
+        return self.fun(*args, **kwargs)
 
     def of_tensors(self, given: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         """The same; see ``whole.Fun``."""
-        places = {id(x): k for k, x in enumerate(given)}
+        places: dict[int, Any] = {id(x): Argument(k) for k, x in enumerate(given)}
         values, tree = flatten(self.returned(given))
         template: list[Any] = []
         results = []
         for value in values:
             if id(value) in places:
-                template.append(Argument(places[id(value)]))
+                template.append(places[id(value)])
             elif isinstance(value, torch.Tensor) and is_real(value):
                 template.append(ClosedOver(value))
             elif isinstance(value, torch.Tensor):
+                places[id(value)] = Again(len(template))
                 template.append(RESULT)
                 results.append(value)
             else:
@@ -140,6 +142,10 @@ def _refuse_hidden(value: Any) -> None:
         )
 
 
+_EQUAL = (
+    "Make them equal (torchpmap.multihost.broadcast; for a seed, torch.manual_seed with one "
+    "number), or cut rows among the devices with torchpmap.shard_batch."
+)
 _TENSOR = object()
 """Stands for one among the leaves of a call."""
 
@@ -170,6 +176,8 @@ class Program:
         self._find_targets(traced, tensors)
         self._inputs = [self._input(x, seed, place(x), traced) for x in traced.captured]
         self._inputs += [Value(Argument(k), place(x)) for k, x in enumerate(tensors)]
+        if len({device.process_index for device in devices}) > 1:
+            self._check_equal(call, options.prefix, devices)
         self._direct = [each.closed_over() for each in self._inputs]
         inputs_of = {id(x): k for k, x in enumerate(traced.captured)}
         self._counted = [inputs_of[id(each.vector)] for each in traced.counted]
@@ -206,6 +214,21 @@ class Program:
             few = "; ".join(map(str, self.resharded[:3]))
             more = f"; and {len(self.resharded) - 3} more" if len(self.resharded) > 3 else ""
             tell_of_gather(f"{options.prefix}: operands are resharded: {few}{more}")
+
+    def _check_equal(self, call: JitCall, prefix: str, devices: Sequence[Device]) -> None:
+        """Raise if processes give different host values: their copies of the results would differ.
+        Once for each kind of call, as it waits for all of them.
+        """
+        pairs = zip(call.structure.paths("argument"), call.leaves, strict=True)
+        paths = [path for path, leaf in pairs if isinstance(leaf, torch.Tensor)]
+        given = [each.given(call.tensors, paths) for each in self._inputs]
+        own = {
+            f"{prefix}: {name} (input {k})": value
+            for k, (name, value) in enumerate(given)
+            if isinstance(value, torch.Tensor) and type(value) is not ShardedTensor
+        }
+        if own:
+            check_equal_everywhere(own, [device.id for device in devices], _EQUAL)
 
     @property
     def has_effects(self) -> bool:

@@ -9,17 +9,30 @@ from __future__ import annotations
 import copy
 import weakref
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from torchpmap._base.exact import exact
 from torchpmap._layout.layout import Layout
-from torchpmap._plan.plan import Captured
+from torchpmap._plan.plan import Captured, Drawn
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.device_put import handle_of
+from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace.optimizers import Numbers
+from torchpmap.random._streams import peek_key
+
+
+def leaf_key(leaf: Any) -> Hashable:
+    """What must be the same of an argument for the same program."""
+    if not isinstance(leaf, torch.Tensor):
+        return exact(leaf)
+    grad = leaf.requires_grad and (leaf.is_leaf or "computed")
+    if type(leaf) is ShardedTensor:
+        return leaf._alive()[0], grad
+    return tuple(leaf.shape), leaf.dtype, grad
 
 
 class Argument(NamedTuple):
@@ -49,7 +62,14 @@ class GradientOf(NamedTuple):
         return self.leaf.of(tensors).grad
 
 
+_CLOSED_OVER = "a tensor that it closes over"
 Place = Argument | ClosedOver | GradientOf
+
+
+class Again(NamedTuple):
+    """The same as an earlier result."""
+
+    place: int
 
 
 class Copied(NamedTuple):
@@ -69,15 +89,16 @@ def returned(
     values: Sequence[Any], results: Iterable[Any], tensors: Sequence[torch.Tensor]
 ) -> list[Any]:
     """What a call returns; ``values``: of the first one, with ``RESULT`` for each of these."""
-    rest = iter(results)
-    return [
-        next(rest)
-        if value is RESULT
-        else value.of(tensors)
-        if isinstance(value, Argument | ClosedOver | Copied)
-        else value
-        for value in values
-    ]
+    rest, found = iter(results), []
+    for value in values:
+        if value is RESULT:
+            found.append(next(rest))
+        elif isinstance(value, Again):
+            found.append(found[value.place])
+        else:
+            is_place = isinstance(value, Argument | ClosedOver | Copied)
+            found.append(value.of(tensors) if is_place else value)
+    return found
 
 
 class Value(NamedTuple):
@@ -90,6 +111,12 @@ class Value(NamedTuple):
         """The tensor, if it is the same in each call, and lies as it did in the first."""
         return self.place.tensor if isinstance(self.place, ClosedOver) else None
 
+    def given(self, tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple[str, Any]:
+        """What a message calls it, and its value; ``paths``: of the tensors."""
+        place = self.place
+        name = paths[place.place] if isinstance(place, Argument) else _CLOSED_OVER
+        return name, place.of(tensors)
+
     def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
         return handle_of(self.place.of(tensors), self.layout)
 
@@ -101,6 +128,11 @@ class Kept(NamedTuple):
 
     def closed_over(self) -> None:
         return None
+
+    def given(self, tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple[str, Any]:
+        if isinstance(self.captured, Drawn):
+            return "the seed of its random numbers", peek_key()
+        return _CLOSED_OVER, self.captured.value()
 
     def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
         return self.captured.handle()
@@ -122,6 +154,10 @@ class StepNumbers:
 
     def closed_over(self) -> None:
         return None
+
+    def given(self, tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple[str, Any]:
+        values = torch.tensor(self.numbers.read(), dtype=torch.float64)
+        return "the rates and counters of an optimizer", values
 
     def handle(self, tensors: Sequence[torch.Tensor]) -> Handle:
         if current_runtime().has_losses:

@@ -67,6 +67,7 @@ from torchpmap._transforms.call import (
     Static,
     check_function,
     name_of,
+    reduced,
     takes_keywords,
 )
 from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
@@ -162,7 +163,7 @@ class Mapped(Generic[_P, _R]):
         """Of a bound method, a weak reference to what the caller holds."""
 
     def __reduce__(self) -> Any:
-        return type(self), (self._fun, self._options)
+        return reduced(self, self._fun, self._options)
 
     def _made(self, fun: Callable[..., Any]) -> Any:
         """Another function, mapped as this one is."""
@@ -411,14 +412,18 @@ def map_with(
     check: Callable[..., CallOptions],
     settings: dict[str, Any],
     fun: Callable[..., Any] | None,
+    what: str,
 ) -> Any:
-    """``fun``, made to what a front end makes with these settings; without it, a decorator."""
+    """``fun``, made to what a front end makes with these settings; without it, a decorator.
+
+    ``what``: the argument, as messages name it.
+    """
 
     @boundary
     def decorator(fun: Callable[..., Any]) -> Any:
         if is_dynamo_compiling():
             break_graph(NO_PART_OF_A_GRAPH)
-        return kind(check_function(fun), check(name_of(fun), **settings))
+        return kind(check_function(fun, what), check(name_of(fun), **settings))
 
     if fun is None:
         check("<function>", **settings)  # misuse raises here, at the decorator's line

@@ -162,4 +162,4 @@ def pmap(
     Source: ``jax.pmap``; differences are listed in docs/from_jax.md.
     """
     settings: dict[str, Any] = dict(locals())
-    return map_with(Pmapped, make_options, settings, settings.pop("fun"))
+    return map_with(Pmapped, make_options, settings, settings.pop("fun"), "fun of pmap")

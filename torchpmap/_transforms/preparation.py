@@ -265,7 +265,10 @@ def _kind(leaf: Any) -> str:
     if leaf is None:
         return "None"
     if isinstance(leaf, Static):
-        return f"the static value {leaf.value!r}"
+        try:
+            return f"the static value {leaf.value!r}"
+        except Exception:  # code of the user's, which no call needs
+            return f"the static value {reprlib.repr(leaf.value)}"
     shape, dtype = shape_and_dtype(leaf)
     return kind_of(shape, dtype)
 

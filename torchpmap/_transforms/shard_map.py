@@ -245,9 +245,7 @@ def shard_map(
     Source: ``jax.shard_map``; differences are listed in docs/from_jax.md.
     """
     settings: dict[str, Any] = dict(locals())
-    if f is not None and not callable(f):
-        raise TypeError(f"shard_map takes a callable, but got {f!r} of type {type(f).__name__}.")
-    return map_with(ShardMapped, make_block_options, settings, settings.pop("f"))
+    return map_with(ShardMapped, make_block_options, settings, settings.pop("f"), "f of shard_map")
 
 
 @boundary

@@ -183,6 +183,8 @@ def split_static_leaves(
     options: BlockOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Wrap what None stands for in ``in_specs``; tensors and arrays stay: devices share them."""
+    if kwargs:  # which ``take_blocks`` refuses
+        return args, kwargs
     specs = _specs_of(options, args)
     leaves, structure = flatten(args)
     wrapped = [

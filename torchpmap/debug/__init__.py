@@ -14,6 +14,7 @@ import torch
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.config import config
+from torchpmap._base.devices import Device
 from torchpmap._base.errors import kind_of
 from torchpmap._base.fingerprint import digest
 from torchpmap._base.notebook import display_in_cell
@@ -25,7 +26,7 @@ from torchpmap._plan.collectives import Collective, Inside
 from torchpmap._plan.cost import Cost
 from torchpmap._plan.roofline import Machine, keep
 from torchpmap._runtime import inline_mode
-from torchpmap._runtime.current import devices, job_runtime, process_index
+from torchpmap._runtime.current import devices, is_running, job_runtime, process_index, runtime
 from torchpmap._sharded.gather_report import Gather, report_gathers
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import effects
@@ -62,6 +63,7 @@ __all__ = [
     "record",
     "replay",
     "report_gathers",
+    "stacks",
     "visualize_sharding",
 ]
 
@@ -403,6 +405,28 @@ def calibrate() -> Machine:
     if process_index() == 0:
         keep(machine, devices())
     return machine
+
+
+@boundary
+def stacks() -> dict[Device, str]:
+    """Return what each device of this process does now, and the stack of its Python code.
+
+    For a call that does not end: call it in another thread.  It waits for half a second at most and
+    disturbs nothing, so of a device that is in C code which holds the interpreter's lock it says
+    only that it does not answer.  (A `timeout=` says more, as the call fails then.)
+
+    Returns:
+        By device, a line and the stack, innermost frame first; empty if no devices run.  Under a
+        launcher: the main thread of this process, as Python prints it.
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> x = tp.replicate(torch.zeros(2)).block_until_ready()
+        >>> [doing.splitlines()[0] for doing in tp.debug.stacks().values()]
+        ['waits for a command', 'waits for a command', 'waits for a command', 'waits for a command']
+    """
+    known = devices()
+    return {known[rank]: text for rank, text in runtime().stacks().items()} if is_running() else {}
 
 
 @boundary

@@ -270,7 +270,7 @@ def _step_with_tensor_counters(optimizer: Optimizer) -> None:
             entries["step"] = step.double()
     # torch 2.13 refuses capturable=True on CPU unless it is compiling ("If capturable=True, params
     # and state_steps must be on supported devices"). Delete this context when it does not.
-    with _step_lock, as_if_compiling(), TensorNumbers(optimizer):
+    with _step_lock, as_if_compiling(), TensorNumbers():
         optimizer.step()
     for p, dtype in counters.items():
         optimizer.state[p]["step"] = optimizer.state[p]["step"].to(dtype)

@@ -35,8 +35,8 @@ from torchpmap._base.errors import CallTimeout, CollectiveMismatch, GroupLost
 from torchpmap._runtime.groups import kernel
 from torchpmap._runtime.groups.kernel import DONE, LATE, ODD
 
-SLOT_BYTES = 1 << 20
-"""Size of a slot."""
+SLOT_BYTES = 1 << 19
+"""Size of a slot: what is written there is still in the cache of a core when the others read it."""
 _CACHE_LINE = 8
 """Numbers of a rank, in a cache line of its own: how often it has met the others, and the purpose,
 the occasion and the history of its last two meetings.

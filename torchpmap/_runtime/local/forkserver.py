@@ -37,10 +37,10 @@ from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import has_accelerator
 from torchpmap._base.errors import PmapError, RuntimeClosed
 
-REQUEST = struct.Struct("<q")  # number of the request; with descriptors, unless it is LOAD
-LOAD = 0  # no worker is wanted, but that the next ones have the compiler in memory
-ANSWER = struct.Struct("<qq")  # number of the request, pid (or minus an errno); with a pidfd
-EXIT_CODE = struct.Struct("<q")
+FORK, LOAD = b"F", b"L"
+"""Requests: a worker, with descriptors; and that the next ones have the compiler in memory."""
+ANSWER = struct.Struct("<q")  # pid (or minus an errno); with a pidfd
+EXIT = struct.Struct("<qq")  # pid and exit code of a worker
 
 _ATTEMPTS = 2
 _IMPORT_S = 300.0
@@ -52,8 +52,8 @@ _END_S = 1.0
 
 
 class Fds(NamedTuple):
-    """The descriptors of a request that a worker keeps.  Two others come first: of the pickled
-    ``WorkerArgs``, and of the pipe for the exit code.
+    """The descriptors of a request that a worker keeps.  Three others come first: the socket for
+    the answer, the pickled ``WorkerArgs``, and the pipe for the exit code.
     """
 
     command: int
@@ -85,14 +85,14 @@ class ForkServer:
     """Started when it is first needed, and again when it is gone (any thread)."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held for moments only
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._lifeline = -1
-        self._requests = 0
         self.is_compiler_wanted = False
         self._is_loading = False
         """Whether the process was told so."""
+        self._has_forked = False
         self._is_warm = True
 
     @property
@@ -102,30 +102,35 @@ class ForkServer:
 
     def ensure_running(self) -> None:
         """Start it if need be; returns at once, while its imports run."""
-        if self._lock.acquire(blocking=False):  # else another thread starts it
-            try:
-                self._ensure_running()
-            finally:
-                self._lock.release()
+        self._unless_busy(self._ensure_running)
 
     def expect_compiling(self) -> None:
         """Let the compiler be in the memory of the workers that are forked from now on."""
-        if self.is_compiler_wanted:
-            return
-        self.is_compiler_wanted = True
-        if self._lock.acquire(blocking=False):  # else the thread that forks a worker tells it
+        if not self.is_compiler_wanted:
+            self.is_compiler_wanted = True
+            self._unless_busy(lambda: None if self._has_forked else self._load())
+
+    def _unless_busy(self, work: Callable[[], object]) -> None:
+        """Do what another thread does before it forks a worker, unless it does so now."""
+        if self._lock.acquire(blocking=False):
             try:
-                if self._process is not None and self._requests == 0:
-                    self._load()
+                work()
             finally:
                 self._lock.release()
 
     def _load(self) -> None:
         """Tell the process to import the compiler, if it is wanted and was not told."""
-        if self.is_compiler_wanted and not self._is_loading and self._channel is not None:
+        if self._channel is not None and self.is_compiler_wanted and not self._is_loading:
             self._is_loading = True
-            with contextlib.suppress(OSError):  # it is gone, which the next request finds
-                self._channel.send(REQUEST.pack(LOAD), socket.MSG_NOSIGNAL)
+            self._send(LOAD)
+
+    def _send(self, request: bytes, fds: Sequence[int] = ()) -> None:
+        """As ``socket.send_fds``, which takes no flags (Python 3.11)."""
+        assert self._channel is not None
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+        # where it is gone, no answer will come
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._channel.sendmsg([request], rights, socket.MSG_NOSIGNAL)
 
     def fork(
         self, data: bytes, fds: Sequence[int], is_wanted: Callable[[], bool]
@@ -143,13 +148,19 @@ class ForkServer:
             with open(memory, "wb", closefd=False) as file:
                 file.write(data)
             for _ in range(_ATTEMPTS):
-                deadline = Deadline(_IMPORT_S)
-                with self._locked(deadline, is_wanted):
-                    self._ensure_running()
-                    found = self._ask([memory, *fds], deadline, is_wanted)
-                    if found is not None:
-                        return found
-                    self._end()  # the fork server is gone, or never answers
+                answer, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with answer:
+                    with theirs, self._lock:
+                        process = self._ensure_running()
+                        self._load()
+                        self._has_forked = True
+                        self._send(FORK, [theirs.fileno(), memory, *fds])
+                    found = _answered(answer, process.pid, is_wanted)
+                if found is not None:
+                    return found
+                with self._lock:  # the fork server is gone, or never answers
+                    if self._process is process:
+                        self._end()
         finally:
             os.close(memory)
         raise PmapError(
@@ -157,11 +168,10 @@ class ForkServer:
             "its output on stderr says why."
         )
 
-    def _ensure_running(self) -> None:
-        is_warm = config.warm
-        is_running = self._process is not None and self._process.poll() is None
-        if is_running and (self._is_warm or not is_warm):
-            return
+    def _ensure_running(self) -> subprocess.Popen[bytes]:
+        is_warm, process = config.warm, self._process
+        if process is not None and process.poll() is None and (self._is_warm or not is_warm):
+            return process
         self._end()
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -170,70 +180,16 @@ class ForkServer:
                 their_lifeline, lifeline = os.pipe()
                 undo.callback(os.close, lifeline)
                 try:
-                    self._process = _spawn(theirs.fileno(), their_lifeline, is_warm)
+                    process = self._process = _spawn(theirs.fileno(), their_lifeline, is_warm)
                 finally:
                     os.close(their_lifeline)
             undo.pop_all()
         self._channel, self._lifeline = ours, lifeline
-        self._requests, self._is_loading, self._is_warm = 0, False, is_warm
+        self._has_forked, self._is_loading, self._is_warm = False, False, is_warm
         self._load()
         atexit.unregister(self.stop)
         atexit.register(self.stop)
-
-    def _ask(
-        self, fds: Sequence[int], deadline: Deadline, is_wanted: Callable[[], bool]
-    ) -> tuple[int, int] | None:
-        """Pid and pidfd of a new worker; None if no answer will come."""
-        channel, process = self._channel, self._process
-        assert channel is not None
-        assert process is not None
-        self._load()
-        self._requests += 1
-        poll = select.poll()
-        poll.register(channel, select.POLLIN)
-        try:
-            _send_fds(channel, REQUEST.pack(self._requests), fds)
-            stopped: Deadline | None = None
-            while not deadline.passed and (stopped is None or not stopped.passed):
-                if not is_wanted():
-                    raise RuntimeClosed("the pool was shut down while its workers started")
-                if poll.poll(int(1000 * _LOOK_S)):
-                    message, found, _, _ = socket.recv_fds(channel, ANSWER.size, 1)
-                    if not message:
-                        return None
-                    answer = self._understood(message, found)
-                    if answer is not None:
-                        return answer
-                elif process_state(process.pid) not in ("T", "t"):
-                    stopped = None
-                elif stopped is None:
-                    stopped = Deadline(_STOPPED_S)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-        return None
-
-    def _understood(self, message: bytes, fds: list[int]) -> tuple[int, int] | None:
-        """Pid and pidfd; None for the answer to a request whose caller no longer waits."""
-        number, pid = ANSWER.unpack(message)
-        if number == self._requests and pid > 0 and fds:
-            return pid, fds[0]
-        for fd in fds:
-            os.close(fd)
-        if number != self._requests:
-            return None
-        # a worker whose pidfd could not be received ends, since its other descriptors are closed
-        number = errno.EMFILE if pid > 0 else -pid
-        raise OSError(number, os.strerror(number))
-
-    @contextlib.contextmanager
-    def _locked(self, deadline: Deadline, is_wanted: Callable[[], bool]) -> Iterator[None]:
-        while not self._lock.acquire(timeout=_LOOK_S):
-            if deadline.passed or not is_wanted():
-                raise RuntimeClosed("another thread waits for the process that forks workers")
-        try:
-            yield
-        finally:
-            self._lock.release()
+        return process
 
     def stop(self) -> None:
         """End it at exit, when no worker is wanted any more."""
@@ -267,10 +223,34 @@ class ForkServer:
             self._process = None
 
 
-def _send_fds(channel: socket.socket, message: bytes, fds: Sequence[int]) -> None:
-    """As ``socket.send_fds``, which takes no flags (Python 3.11)."""
-    rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds)
-    channel.sendmsg([message], [rights], socket.MSG_NOSIGNAL)
+def _answered(
+    answer: socket.socket, forks: int, is_wanted: Callable[[], bool]
+) -> tuple[int, int] | None:
+    """Pid and pidfd of a new worker; None if the fork server, whose pid is ``forks``, will not
+    answer.
+    """
+    poll = select.poll()
+    poll.register(answer, select.POLLIN)
+    deadline, stopped = Deadline(_IMPORT_S), None
+    while not deadline.passed and (stopped is None or not stopped.passed):
+        if not is_wanted():
+            raise RuntimeClosed("the pool was shut down while its workers started")
+        if poll.poll(int(1000 * _LOOK_S)):
+            message, fds, _, _ = socket.recv_fds(answer, ANSWER.size, 1)
+            if not message:
+                return None
+            (pid,) = ANSWER.unpack(message)
+            if pid > 0 and fds:
+                return pid, fds[0]
+            # a worker whose pidfd could not be received ends, since its other descriptors are
+            # closed
+            number = errno.EMFILE if pid > 0 else -pid
+            raise OSError(number, os.strerror(number))
+        if process_state(forks) not in ("T", "t"):
+            stopped = None
+        elif stopped is None:
+            stopped = Deadline(_STOPPED_S)
+    return None
 
 
 def _spawn(channel: int, lifeline: int, is_warm: bool) -> subprocess.Popen[bytes]:
@@ -302,9 +282,13 @@ def command(code: str) -> tuple[list[str], dict[str, str]]:
         # a relative folder may be another one now than when this process started
         absolute = filter(os.path.isabs, environment["PYTHONPATH"].split(os.pathsep))
         environment["PYTHONPATH"] = os.pathsep.join(absolute)
-    path = ascii([entry for entry in sys.path if type(entry) is str])
-    code = f"import sys; sys.path[:] = {path}; {code}"
+    code = f"import sys; sys.path[:] = {import_path()!a}; {code}"
     return [spawn.get_executable(), *flags, "-c", code], environment
+
+
+def import_path() -> list[str]:
+    """Where this process looks for modules."""
+    return [entry for entry in sys.path if type(entry) is str]
 
 
 def process_state(pid: int) -> str:

@@ -3,7 +3,7 @@
 ::
 
     worker sockets --> answers   --> Pending requests (callers wait on them), failures --> on_event
-    exit pipes     --> deaths    --> on_event
+    pidfds, exits  --> deaths    --> on_event
 
 It never waits for anything: not for the rest of a frame, not for room in a socket, not for a lock
 that is held while a thread waits.  Callers rely on it to end their waits.  If it fails, it calls
@@ -20,13 +20,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import Device
 from torchpmap._base.ending import surely
 from torchpmap._base.errors import pack_exception
 from torchpmap._runtime import wire
+from torchpmap._runtime.local.forkserver import EXIT
 from torchpmap._runtime.local.incidents import Era
 from torchpmap._runtime.local.output import Printer
 from torchpmap._runtime.local.process import WorkerProcess
@@ -34,8 +34,8 @@ from torchpmap._runtime.local.reentry import MONITOR
 from torchpmap._runtime.local.supervise import Drained, Event, Exited, Failed, Ready
 from torchpmap._runtime.wire import FrameReader
 
-_BEGIN_S = 0.5
-"""How long its owner has to get ready."""
+_BEGIN_S = 3600.0
+"""How long its owner may take to get ready, at most: ``begin`` says when it is."""
 _EXIT_S = 0.5
 """How long the fork server may take to say how a worker has ended."""
 _TURN_BYTES = 1 << 20
@@ -115,8 +115,8 @@ class Monitor:
         on_tick: Callable[[], float],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        """``on_tick`` is called now and then, and tells after how many seconds again; ``on_crash``
-        with an unexpected exception, which ends the thread.
+        """``on_tick`` is called now and then after ``begin``, and tells after how many seconds
+        again; ``on_crash`` with an unexpected exception, which ends the thread.
         """
         self.pending: dict[int, Pending] = {}
         """Requests by seq: callers add, the monitor removes; guarded by the interpreter (single
@@ -131,14 +131,18 @@ class Monitor:
             Callable[[], None]
         ] = []  # appended by any thread, run and cleared by the monitor
         self._readers: dict[WorkerProcess, FrameReader] = {}
-        self._gone_since: dict[WorkerProcess, Deadline] = {}
+        self._gone: dict[WorkerProcess, Deadline] = {}
         """Workers that have ended, and how long to wait for the fork server to say how."""
+        self._exit_codes: dict[int | None, int] = {}
+        """What it has said, by pid."""
         self._stopped = False
         with contextlib.ExitStack() as undo:
             self._selector = undo.enter_context(selectors.DefaultSelector())
             self._woken, self._waker = map(undo.enter_context, socket.socketpair())
             self._waker.setblocking(False)
-            self._selector.register(self._woken, selectors.EVENT_READ, None)
+            self._selector.register(self._woken, selectors.EVENT_READ, self._run_commands)
+            self._exits, self.exits = map(undo.enter_context, socket.socketpair())
+            self._selector.register(self._exits, selectors.EVENT_READ, self._read_exits)
             self.printer = Printer()
             undo.callback(self.printer.stop, 0)
             self._thread = threading.Thread(target=self._run, name=MONITOR, daemon=True)
@@ -149,6 +153,10 @@ class Monitor:
     @property
     def threads(self) -> tuple[threading.Thread, ...]:
         return self._thread, self.printer.thread
+
+    def begin(self) -> None:
+        """From now on call ``on_tick``."""
+        self._do(lambda: setattr(self, "_next_tick", 0.0))
 
     def watch(self, worker: WorkerProcess) -> None:
         self._do(lambda: self._register(worker))
@@ -194,7 +202,7 @@ class Monitor:
             if not self._stopped:  # else nothing is left to read
                 self._on_crash(error)
         self._unregister_all()
-        for resource in (self._selector, self._woken, self._waker):
+        for resource in (self._selector, self._woken, self._waker, self._exits, self.exits):
             resource.close()
 
     def _unregister_all(self) -> None:
@@ -204,18 +212,21 @@ class Monitor:
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(max(0.0, self._next_tick - time.monotonic())):
-            if key.data is None:
-                self._woken.recv(4096)
-                while self._commands:
-                    self._commands.pop(0)()
-            elif self._is_watched(key):  # not forgotten meanwhile
-                source, worker = key.data
-                source(worker)
+            if self._is_watched(key):  # not forgotten meanwhile
+                key.data()
+        for worker, patience in tuple(self._gone.items()):
+            if worker.pid in self._exit_codes or patience.passed:
+                self._report_end(worker)
         if time.monotonic() >= self._next_tick:
-            for worker, patience in tuple(self._gone_since.items()):
-                if patience.passed:
-                    self._report_end(worker, None)
             self._next_tick = time.monotonic() + self._on_tick()
+
+    def _run_commands(self) -> None:
+        self._woken.recv(4096)
+        while self._commands:
+            self._commands.pop(0)()
+
+    def _read_exits(self) -> None:
+        self._exit_codes.update(EXIT.iter_unpack(self._exits.recv(64 * EXIT.size)))
 
     def _is_watched(self, key: selectors.SelectorKey) -> bool:
         """Whether this registration still holds: a descriptor's number may be used again."""
@@ -226,25 +237,17 @@ class Monitor:
         self._readers[worker] = FrameReader(worker.socket, functools.partial(self._room, worker))
         prefix = f"[{self._devices[worker.rank]}] "
         self.printer.add(worker.rank, worker.output, worker.errors, prefix)
-        for source, fileobj in self._sources(worker):
-            self._selector.register(fileobj, selectors.EVENT_READ, (source, worker))
+        for source, fileobj in ((self._answers, worker.socket), (self._ended, worker.pidfd)):
+            read = functools.partial(source, worker)
+            self._selector.register(fileobj, selectors.EVENT_READ, read)
 
     def _unregister(self, worker: WorkerProcess) -> None:
-        for _, fileobj in self._sources(worker):
+        for fileobj in (worker.socket, worker.pidfd):
             if fileobj in self._selector.get_map():
                 self._selector.unregister(fileobj)
-        self._gone_since.pop(worker, None)
+        self._gone.pop(worker, None)
         if self._readers.pop(worker, None) is not None:
             worker.last_words = self.printer.remove(worker.rank)
-
-    def _sources(
-        self, worker: WorkerProcess
-    ) -> tuple[tuple[Callable[[WorkerProcess], None], Any], ...]:
-        return (
-            (self._answers, worker.socket),
-            (self._exited, worker.exit_pipe),
-            (self._gone, worker.pidfd),
-        )
 
     def _room(
         self, worker: WorkerProcess, kind: int, seq: int, length: int, given: memoryview
@@ -345,26 +348,18 @@ class Monitor:
         self.soon(end)
         is_known.wait(_KNOWN_S)
 
-    def _exited(self, worker: WorkerProcess) -> None:
-        try:
-            self._report_end(worker, worker.exitcode())
-        except EOFError:  # the fork server is gone; the worker goes on
-            self._selector.unregister(worker.exit_pipe)
-
-    def _gone(self, worker: WorkerProcess) -> None:
-        """The worker has ended; the fork server reports its exit code next."""
+    def _ended(self, worker: WorkerProcess) -> None:
+        """The process has ended; the fork server says how."""
         self._selector.unregister(worker.pidfd)
-        if worker.exit_pipe in self._selector.get_map():
-            self._gone_since[worker] = Deadline(_EXIT_S)
-        else:
-            self._report_end(worker, None)
+        self._gone[worker] = Deadline(_EXIT_S)
 
-    def _report_end(self, worker: WorkerProcess, exitcode: int | None) -> None:
+    def _report_end(self, worker: WorkerProcess) -> None:
         self._answers(worker)  # its last answers
         self._unregister(worker)
         last_words = worker.last_words.decode(errors="replace")
         assert worker.pid is not None
-        self._on_event(Exited(worker.rank, exitcode, worker.pid, last_words))
+        code = self._exit_codes.pop(worker.pid, None)
+        self._on_event(Exited(worker.rank, code, worker.pid, last_words))
 
     def say(self, line: str) -> None:
         """Print a line of torchpmap's own on stderr."""

@@ -37,9 +37,8 @@ from torchpmap._base.config import config
 from torchpmap._runtime.local import worker
 from torchpmap._runtime.local.forkserver import (
     ANSWER,
-    EXIT_CODE,
+    EXIT,
     LOAD,
-    REQUEST,
     Fds,
     WorkerArgs,
 )
@@ -121,23 +120,21 @@ def serve(channel_fd: int, lifeline: int, python_path: str | None, compiles: boo
             load_package()
             has_package = True
             continue
-        request, fds, _, _ = socket.recv_fds(channel, REQUEST.size, len(Fds._fields) + 2)
+        request, fds, _, _ = socket.recv_fds(channel, len(LOAD), len(Fds._fields) + 3)
         if not request:
             os._exit(0)
-        (number,) = REQUEST.unpack(request)
-        if number == LOAD:
+        if request == LOAD:
             load_compiler(compiles=compiles)
             continue
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # ``exit_pipes`` stays as it is
         pid, pidfd = _fork(fds, [channel.fileno(), lifeline, *exit_pipes.values()])
         if pid > 0:
-            exit_pipes[pid] = fds.pop(1)
+            exit_pipes[pid] = fds.pop(2)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        for each in fds:
-            os.close(each)
-        with contextlib.suppress(OSError):  # the controller is gone
-            socket.send_fds(channel, [ANSWER.pack(number, pid)], pidfd)
-        for each in pidfd:
+        if fds:  # else there is no room for any, and no answer either: this process is replaced
+            with socket.socket(fileno=fds.pop(0)) as answer, contextlib.suppress(OSError):
+                socket.send_fds(answer, [ANSWER.pack(pid)], pidfd)  # if it is still waited for
+        for each in (*fds, *pidfd):
             os.close(each)
 
 
@@ -150,14 +147,14 @@ def _reap(exit_pipes: dict[int, int]) -> None:
         if found:
             pipe = exit_pipes.pop(pid)
             with contextlib.suppress(OSError):  # the controller has closed its end
-                os.write(pipe, EXIT_CODE.pack(os.waitstatus_to_exitcode(status)))
+                os.write(pipe, EXIT.pack(pid, os.waitstatus_to_exitcode(status)))
             os.close(pipe)
 
 
 def _fork(fds: Sequence[int], not_theirs: Sequence[int]) -> tuple[int, list[int]]:
     """Pid of a new worker and its pidfd; minus an errno if there can be none."""
     try:
-        if len(fds) < len(Fds._fields) + 2:  # some could not be received
+        if len(fds) < len(Fds._fields) + 3:  # some could not be received
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         pid = os.fork()
         if pid == 0:
@@ -171,8 +168,8 @@ def _become_worker(fds: Sequence[int], not_theirs: Sequence[int]) -> NoReturn:
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        data, exit_pipe, *inherited = fds
-        for fd in (*not_theirs, exit_pipe):
+        answer, data, exit_pipe, *inherited = fds
+        for fd in (*not_theirs, answer, exit_pipe):
             os.close(fd)
         with open(data, "rb") as file:
             file.seek(0)

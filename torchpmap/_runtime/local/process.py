@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from torchpmap._base.config import Config
 from torchpmap._base.deadline import Deadline
 from torchpmap._runtime.local.forkserver import (
-    EXIT_CODE,
     WorkerArgs,
     explained,
+    import_path,
     process_state,
     server,
 )
@@ -46,9 +46,12 @@ class WorkerProcess:
         device_type: str,
         num_threads: int,
         config: Config,
+        exits: socket.socket,
         shared: Sequence[int],
     ) -> None:
-        """``shared``: descriptors that all workers have."""
+        """``exits``: where the fork server reports the exit code; ``shared``: descriptors that all
+        workers have.
+        """
         self.rank = rank
         self.pid: int | None = None
         self.pidfd = -1
@@ -56,29 +59,28 @@ class WorkerProcess:
         """The tail of its stderr (written by the monitor)."""
         self._args = rank, device_type, num_threads, config
         with explained(), contextlib.ExitStack() as undo:
-            self.socket, command = _socket_pair(undo)
-            self.control, control = _socket_pair(undo)
+            self.socket, command = map(undo.enter_context, socket.socketpair())
+            self.control, control = map(undo.enter_context, socket.socketpair())
             lifeline, self.lifeline = _pipe(undo)
             self.output, output = _pipe(undo)
             self.errors, errors = _pipe(undo)
-            self.exit_pipe, exit_pipe = _pipe(undo)
             self.stacks = os.memfd_create("torchpmap-stacks", os.MFD_CLOEXEC)
             undo.callback(os.close, self.stacks)
             self.staging = Staging(is_used=config.shared_memory)
             undo.callback(self.staging.close)
             fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)  # so that it can be truncated
-            for fd in (self.output, self.errors, self.exit_pipe):
+            for fd in (self.output, self.errors):
                 os.set_blocking(fd, False)
             undo.pop_all()
-        self._theirs = [exit_pipe, command.detach(), control.detach(), lifeline, output, errors]
-        self._shared = [*shared, self.stacks, self.staging.fd]
+        self._theirs = [command.detach(), control.detach(), lifeline, output, errors]
+        self._exits, self._shared = exits, [*shared, self.stacks, self.staging.fd]
 
     def start(self, is_wanted: Callable[[], bool]) -> None:
         """Fork the worker; waits for the fork server's imports if they are still running."""
-        args = WorkerArgs(*self._args, _path(), sys.argv, _folder())
+        args = WorkerArgs(*self._args, import_path(), sys.argv, _folder())
         try:
             with explained():
-                fds = [*self._theirs, *self._shared]
+                fds = [self._exits.fileno(), *self._theirs, *self._shared]
                 self.pid, self.pidfd = server.fork(pickle.dumps(args), fds, is_wanted)
         finally:
             self._close_theirs()
@@ -115,33 +117,14 @@ class WorkerProcess:
             poll.register(self.pidfd, select.POLLIN)
             poll.poll(int(1000 * patience.left()))
 
-    def exitcode(self) -> int | None:
-        """The exit code of the worker, as the fork server reports it.
-
-        Raises:
-            BlockingIOError: it is not known yet.
-            EOFError: it will never be known.
-        """
-        found = os.read(self.exit_pipe, EXIT_CODE.size)
-        if not found:
-            raise EOFError
-        return int(EXIT_CODE.unpack(found)[0])
-
     def close(self) -> None:
         """Close the controller's ends; idempotent."""
         self._close_theirs()
         self.socket.close()
         self.control.close()
         self.staging.close()
-        fds = (
-            self.lifeline,
-            self.output,
-            self.errors,
-            self.exit_pipe,
-            self.stacks,
-            self.pidfd,
-        )
-        self.lifeline = self.output = self.errors = self.exit_pipe = self.stacks = self.pidfd = -1
+        fds = self.lifeline, self.output, self.errors, self.stacks, self.pidfd
+        self.lifeline = self.output = self.errors = self.stacks = self.pidfd = -1
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
@@ -151,22 +134,11 @@ class WorkerProcess:
             os.close(self._theirs.pop())
 
 
-def _socket_pair(undo: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
-    pair = socket.socketpair()
-    for sock in pair:
-        undo.callback(sock.close)
-    return pair
-
-
 def _pipe(undo: contextlib.ExitStack) -> tuple[int, int]:
     pipe = os.pipe()
     for fd in pipe:
         undo.callback(os.close, fd)
     return pipe
-
-
-def _path() -> list[str]:
-    return [entry for entry in sys.path if type(entry) is str]
 
 
 def _folder() -> str | None:

@@ -32,6 +32,7 @@ from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.plans import Plans, hand_over, take
 from torchpmap._runtime.local.pool import Pool
 from torchpmap._runtime.local.process import WorkerProcess
+from torchpmap._runtime.local.stacks import seen
 from torchpmap._runtime.local.staging import (
     STAGED_BYTES,
     Region,
@@ -374,6 +375,9 @@ class LocalRuntime:
     def limit(self, config: Config) -> None:
         self.timeout = config.timeout
 
+    def stacks(self) -> dict[int, str]:
+        return seen(self._pool.workers)
+
     def raise_if_closed(self) -> None:
         if self._pool.closed_because is not None:
             sleep_if_ending()
@@ -435,8 +439,6 @@ class LocalRuntime:
 
     def _flush_released(self) -> None:
         """Free unused values when no calls are made (monitor: must not wait for the lock)."""
-        if "_plans" not in vars(self):  # the monitor runs before ``__init__`` ends
-            return
         self._free_shared()
         teams = tuple(self._teams.values())
         idle = not (self._plans.retired or any(team.released for team in teams))

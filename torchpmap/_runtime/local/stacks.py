@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import sysconfig
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +32,8 @@ _ANSWER_S = 0.5
 """Longer than an answer takes, unless the GIL is held."""
 _STACK_S = 0.2
 """Longer than it takes to write the stacks."""
+_PAUSE_S = 0.005
+"""How long to wait before it is looked at again."""
 _MARK = "\x1e"
 """Comes before and after what the control thread says."""
 
@@ -67,13 +70,15 @@ def answer(fd: int, seq: int, doing: str, waits: str | None) -> None:
 
 
 class Look:
-    """Asks workers what they do, once; to be looked at until they have answered.  Only for a call
-    that fails whatever the answer: a worker that does not answer gets the signal for the stacks,
-    which cuts a sleep in C code short.
+    """Asks workers what they do, once; to be looked at until they have answered.
+
+    ``interrupts``: for a call that fails whatever the answer.  A worker that does not answer gets
+    the signal for the stacks, which cuts a sleep in C code short.
     """
 
-    def __init__(self, workers: Mapping[int, WorkerProcess]) -> None:
+    def __init__(self, workers: Mapping[int, WorkerProcess], *, interrupts: bool) -> None:
         self._workers = workers
+        self._interrupts = interrupts
         self._states = {rank: worker.state for rank, worker in workers.items()}
         self._silent: list[int] = []
         self._patience = Deadline(_ANSWER_S)
@@ -92,7 +97,7 @@ class Look:
         ]
         if (silent or self._silent) and not self._patience.passed:
             return None
-        if silent and not self._silent:
+        if silent and not self._silent and self._interrupts:
             self._silent, self._patience = silent, Deadline(_STACK_S)
             for rank in silent:
                 self._workers[rank].signal(signal.SIGUSR1)
@@ -105,6 +110,17 @@ class Look:
             return Sight(self._states[rank], False, 0, "", None, _main_stack(stacks))
         seq, doing, waits = json.loads(said[0])
         return Sight(self._states[rank], True, seq, doing, waits, _main_stack(stacks))
+
+
+def seen(workers: Mapping[int, WorkerProcess]) -> dict[int, str]:
+    """What workers do now, and their stacks."""
+    look = Look(dict(workers), interrupts=False)
+    while (sights := look.sights()) is None:
+        time.sleep(_PAUSE_S)
+    return {
+        rank: f"{described(sight, sight.seq)}\n{sight.stack}".rstrip()
+        for rank, sight in sights.items()
+    }
 
 
 def _text(fd: int) -> str:

@@ -74,7 +74,11 @@ class Watch:
             if found is not None:
                 limit, late = found
                 workers.monitor.withhold(limit.seq)
-                self._overdue = limit, late, Look({rank: workers.by_rank[rank] for rank in late})
+                self._overdue = (
+                    limit,
+                    late,
+                    Look({k: workers.by_rank[k] for k in late}, interrupts=True),
+                )
         if self._overdue is not None:
             limit, late, look = self._overdue
             sights = look.sights()

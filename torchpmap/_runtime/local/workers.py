@@ -16,7 +16,7 @@ from torchpmap._base.deadline import Deadline
 from torchpmap._base.devices import Device, threads_per_device
 from torchpmap._base.errors import RuntimeClosed
 from torchpmap._runtime import wire
-from torchpmap._runtime.local.forkserver import explained, server
+from torchpmap._runtime.local.forkserver import explained
 from torchpmap._runtime.local.monitor import Monitor
 from torchpmap._runtime.local.process import WorkerProcess
 from torchpmap._runtime.local.progress import Progress
@@ -77,7 +77,7 @@ class Workers:
         device_type = self._devices[rank].platform
         threads = threads_per_device(len(self._devices))
         shared = self._store_fd, *self.progress.inherited(), self.landing.fd
-        return WorkerProcess(rank, device_type, threads, self._config, shared)
+        return WorkerProcess(rank, device_type, threads, self._config, self.monitor.exits, shared)
 
     def begin(self) -> None:
         """Start the workers, if it was not done; not before they are needed, since which modules
@@ -85,9 +85,9 @@ class Workers:
         """
         if self._starter.ident is not None:
             return
+        self.monitor.begin()
         self._starter.start()  # where there are too many threads, the next caller tries again
-        if server.is_compiler_wanted:  # the caller has to wait for it, and traces next
-            import_dynamo()
+        import_dynamo()  # the caller has to wait, and most trace next
 
     def _start_all(self) -> None:
         try:

@@ -47,38 +47,34 @@ class JobPlace:
         }
 
 
+_OPEN_MPI = "OMPI_COMM_WORLD_"
+_LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    # a batch script has SLURM_PROCID too, but only srun sets SLURM_STEP_NUM_TASKS
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    "mpirun": tuple(_OPEN_MPI + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    # MPICH, Intel MPI and others
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+"""What launchers call the rank of a process, their number, and both within its host."""
+
+
 def found_place(environ: Mapping[str, str] = os.environ) -> JobPlace | None:
     """The place of this process; None if no launcher started it.
 
     Raises:
         ValueError: a launcher's variables are incomplete, or are no numbers.
     """
-    for launcher, find in _LAUNCHERS.items():
-        numbers = find(environ)
-        if numbers is not None:
-            return _place(launcher, numbers, environ)
+    for launcher, (rank, size, local_rank, local_size) in _LAUNCHERS.items():
+        is_srun = launcher == "srun"
+        if rank not in environ or size not in environ:
+            continue
+        if is_srun and environ[size] == "1":  # an interactive shell
+            continue
+        here = _tasks_here(environ) if is_srun else environ.get(local_size, "")
+        numbers = environ[rank], environ[size], environ.get(local_rank, environ[rank]), here
+        return _place(launcher, numbers, environ)
     return None
-
-
-def _torchrun(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    if "RANK" not in environ or "WORLD_SIZE" not in environ:
-        return None
-    local = environ.get("LOCAL_RANK", environ["RANK"])
-    return environ["RANK"], environ["WORLD_SIZE"], local, environ.get("LOCAL_WORLD_SIZE", "")
-
-
-def _srun(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    # a batch script has SLURM_PROCID too, but only srun sets SLURM_STEP_NUM_TASKS
-    if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
-        return None
-    if environ["SLURM_STEP_NUM_TASKS"] == "1":  # an interactive shell
-        return None
-    return (
-        environ["SLURM_PROCID"],
-        environ["SLURM_STEP_NUM_TASKS"],
-        environ.get("SLURM_LOCALID", "0"),
-        _tasks_here(environ),
-    )
 
 
 def _tasks_here(environ: Mapping[str, str]) -> str:
@@ -90,26 +86,6 @@ def _tasks_here(environ: Mapping[str, str]) -> str:
         counts += [count] * int(times or 1)
     node = environ.get("SLURM_NODEID", "0")
     return counts[int(node)] if node.isdigit() and int(node) < len(counts) else ""
-
-
-def _open_mpi(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    prefix = "OMPI_COMM_WORLD_"
-    if prefix + "RANK" not in environ or prefix + "SIZE" not in environ:
-        return None
-    rank = environ[prefix + "RANK"]
-    local = environ.get(prefix + "LOCAL_RANK", rank)
-    return rank, environ[prefix + "SIZE"], local, environ.get(prefix + "LOCAL_SIZE", "")
-
-
-def _hydra(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """MPICH, Intel MPI and others."""
-    if "PMI_RANK" not in environ or "PMI_SIZE" not in environ:
-        return None
-    local = environ.get("MPI_LOCALRANKID", environ["PMI_RANK"])
-    return environ["PMI_RANK"], environ["PMI_SIZE"], local, environ.get("MPI_LOCALNRANKS", "")
-
-
-_LAUNCHERS = {"torchrun": _torchrun, "srun": _srun, "mpirun": _open_mpi, "mpiexec": _hydra}
 
 
 def _place(launcher: str, numbers: tuple[str, ...], environ: Mapping[str, str]) -> JobPlace:

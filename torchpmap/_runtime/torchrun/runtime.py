@@ -142,6 +142,9 @@ class TorchrunRuntime:
     def closed(self) -> bool:
         return self._failures.closed_because is not None
 
+    def stacks(self) -> dict[int, str]:
+        return {self.rank: self._watch.shown(threading.main_thread().ident or 0)}
+
     def raise_if_closed(self) -> None:
         """Raise if the runtime was closed."""
         self._failures.raise_if_closed()

@@ -76,6 +76,13 @@ class Watch:
         if type(verdict) is CallTimeout:
             raise verdict
 
+    def shown(self, thread: int) -> str:
+        """What a thread that makes calls does, and its stack (any thread)."""
+        waits = self._groups.waits()
+        what = f"waits for {waits}" if waits is not None else "runs"
+        stack = "".join(traceback.format_stack(sys._current_frames().get(thread)))
+        return f"{what}:\n{stack}"
+
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join(_STOPPING_S)
@@ -115,13 +122,9 @@ class Watch:
 
     def _expire(self, running: Watched) -> None:
         _, _, name, timeout, caller = running
-        waits = self._groups.waits()
-        frame = sys._current_frames().get(caller)
-        stack = "".join(traceback.format_stack(frame))
-        what = f"waits for {waits}" if waits is not None else "runs"
         verdict = CallTimeout(
             f"{name} did not end within its timeout of {timeout:g} s; rank "
-            f"{self._rendezvous.place.rank} {what}:\n{stack}"
+            f"{self._rendezvous.place.rank} {self.shown(caller)}"
         )
         self._failures.conclude(verdict)
         deadline = Deadline(_OBEY_S)

@@ -1,0 +1,492 @@
+"""Covers: _transforms/jit_stores.py, _trace/snapshot.py, _trace/optimizers.py: tensors that a step
+stores, and what of torch decides by a value what it writes.
+"""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.utils.prune
+from _cases import Cases, Plain, data
+from _support import EAGER, beside
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_swa_multi_avg_fn
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+CASES = Cases()
+
+
+# -- what is stored --------------------------------------------------------------------------------
+
+
+@CASES.add(2)  # then there is a ``last``, and an average on the devices
+def attributes(on):
+    class Follower(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("average", torch.zeros(8, 8, dtype=torch.float64))
+            self.last = None
+
+        def forward(self, x):
+            self.average = self.average * 0.9 + x
+            self.last = x.sum()
+            return self.average.sum()
+
+    model, found = Follower(), []
+    f = on.jit(lambda x: model(x))
+    for k, x in enumerate(on.rows(5)):
+        found += [f(x), model.last, model.average]  # others in each call
+        if k == 2:
+            model.average = model.average * 3
+    return found
+
+
+class Slotted:
+    __slots__ = ("last",)
+
+
+@CASES.add(3)  # the list is shifted twice until all its items are results
+def places_of_all_kinds(on):
+    slotted, table, recent, nested = Slotted(), {"sum": None}, [None, None], {}
+    best = torch.tensor(-100.0, dtype=torch.float64)
+
+    @on.jit
+    def f(x):
+        nonlocal best
+        best = torch.maximum(best, x.max())
+        slotted.last = x * 2
+        table["sum"] = x.sum() if table["sum"] is None else table["sum"] + x.sum()
+        recent.append(x.mean())
+        recent.pop(0)
+        nested["results"] = {"x": (x * 4, [x * 5])}
+        return x.sum()
+
+    results = [f(x) for x in on.rows(5)]
+    product, [more] = nested["results"]["x"]
+    return [*results, best, slotted.last, table["sum"], *recent, product, more]
+
+
+@CASES.add(2)
+def one_tensor_in_two_places(on):
+    nested = Slotted(), Slotted()
+
+    @on.jit
+    def f(x):
+        nested[0].last = nested[1].last = doubled = x * 2
+        return doubled
+
+    results = []
+    for x in on.rows(3):
+        results.append(f(x))
+        assert nested[0].last is nested[1].last is results[-1]
+        nested[0].last.add_(1)
+    return results
+
+
+@CASES.add(2)
+def a_hidden_state(on):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.hidden = on.model(nn.Linear(8, 8)), None
+
+        def forward(self, x):
+            before = 0 if self.hidden is None else self.hidden.detach()
+            self.hidden = torch.tanh(self.cell(x) + before)
+            return self.hidden
+
+    model = Recurrent()
+    step = on.step(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    return [*map(step, on.rows(4)), model.hidden, *model.parameters()]
+
+
+@CASES.add(3)
+def what_another_program_reads(on):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.features = on.model(), None
+
+        def forward(self, x):
+            if self.training:
+                self.features = x * 2
+            return self.layer(x) + (0 if self.training else self.features.sum())
+
+    model, results = Model(), []
+    f = on.jit(torch.no_grad()(lambda x: model(x)))
+    for x in on.rows(4):
+        results += [f(x), model.eval() and f(x)]
+        model.train()
+    return results
+
+
+@CASES.add(2)
+def what_is_stored_for_a_backward_pass_outside(on):
+    holder, weight = Slotted(), on.put(data()).requires_grad_()
+
+    @on.jit
+    def f(x):
+        holder.last = (x * weight).sin()
+        return x.sum()
+
+    for x in on.rows(3):
+        f(x)
+        holder.last.sum().backward()
+    return [weight.grad]
+
+
+@CASES.add(3)  # nothing is there; one tensor; two
+def the_last_two(on):
+    class Holder:
+        now = before = None
+
+    holder, found = Holder(), []
+
+    @on.jit
+    def f(x):
+        holder.before, holder.now = holder.now, x * 2
+        return x.sum()
+
+    for x in on.rows(5):
+        found += [f(x), holder.now, holder.before]
+    return [x for x in found if x is not None]
+
+
+@CASES.add(2)
+def what_the_first_call_makes(on):
+    class Cached:
+        is_ready = False
+
+        def __call__(self, x):
+            if not self.is_ready:
+                self.cache = torch.zeros_like(x)
+                self.is_ready = True
+            self.cache += x
+            return self.cache.sum()
+
+    cached = Cached()
+    return [*map(on.jit(lambda x: cached(x)), on.rows(4)), cached.cache]
+
+
+@CASES.add()
+def whether_two_places_have_one_tensor(on):
+    first, second = Slotted(), Slotted()
+    first.last = second.last = None
+
+    @on.jit
+    def f(x, both):
+        result = x * (2 if first.last is second.last else 3)
+        first.last = second.last = x.clone()
+        first.last.add_(1)
+        if not both:
+            second.last = x * 5
+        return result + second.last
+
+    return [f(x, both) for x, both in zip(on.rows(6), (1, 1, 0, 0, 1, 1), strict=True)]
+
+
+@CASES.add(fullgraph=False)
+def counters_beside_what_is_stored(on):
+    class Ring:
+        calls, values = 0, [None] * 3
+
+    ring = Ring()
+
+    @on.jit
+    def f(x):
+        ring.values[ring.calls % 3] = x.sum()
+        ring.calls += 1
+        return x * ring.calls
+
+    return [*map(f, on.rows(5)), *ring.values, torch.tensor(ring.calls)]
+
+
+@CASES.add(1)
+def lbfgs_with_a_closure_that_is_traced(on):
+    model, x = on.model(), on.put(data())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+
+    @on.jit
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    return [*(optimizer.step(closure) for _ in range(2)), *model.parameters()]
+
+
+@CASES.add(fullgraph=False)
+def sparse_gradients(on):
+    weight = on.put(data()).requires_grad_()
+    optimizer = torch.optim.SparseAdam([weight], lr=0.1)
+
+    @on.jit
+    def step(index):
+        optimizer.zero_grad()
+        nn.functional.embedding(index, weight, sparse=True).square().sum().backward()
+        optimizer.step()
+
+    for k in range(3):
+        step(torch.arange(3) + k)
+    return [weight]
+
+
+@CASES.add(fullgraph=False)
+def lists_that_grow(on):
+    seen = []
+    f = on.jit(lambda x: seen.append(x.sum()))
+    for x in on.rows(3):
+        f(x)
+    return seen
+
+
+# -- layers of torch that store --------------------------------------------------------------------
+
+
+def trained(on, change, also=lambda model: None):
+    torch.manual_seed(0)  # power iterations begin with random numbers
+    layers = nn.Linear(8, 8).double(), nn.Tanh(), nn.Linear(8, 4).double()
+    change(layers[0])
+    model = on.model(*layers)
+    step, results = on.step(model, torch.optim.AdamW(model.parameters(), lr=0.1)), []
+    for k, x in enumerate(on.rows(5)):
+        results.append(step(x))
+        if k == 2:
+            also(model)
+    return [*results, *model.state_dict().values()]
+
+
+@CASES.add(1)
+def spectral_norm(on):
+    return trained(on, parametrizations.spectral_norm)
+
+
+@CASES.add(1)
+def weight_norm(on):
+    return trained(on, parametrizations.weight_norm)
+
+
+@CASES.add()
+def weight_norm_over_the_other_dim(on):
+    return trained(on, lambda layer: parametrizations.weight_norm(layer, dim=1))
+
+
+@CASES.add(2)
+def pruning(on):
+    def change(layer):
+        nn.utils.prune.l1_unstructured(layer, "weight", 0.3)
+
+    def use_all(model):
+        model[0].weight_mask.fill_(1)
+
+    return trained(on, change, use_all)
+
+
+# -- what decides by a value -----------------------------------------------------------------------
+
+
+def averaged(on, **options):
+    model = on.model(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    average = AveragedModel(model, **options)
+    step = on.step(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        also=lambda: average.update_parameters(model),
+    )
+    return [*map(step, on.rows(4)), *average.state_dict().values()]
+
+
+@CASES.add(1)
+def the_mean_of_models(on):
+    return averaged(on)
+
+
+@CASES.add(1)
+def the_mean_of_models_in_lists(on):
+    return averaged(on, multi_avg_fn=get_swa_multi_avg_fn())
+
+
+@CASES.add(1)
+def a_moving_average_of_models_with_buffers(on):
+    return averaged(on, avg_fn=get_ema_avg_fn(0.9), use_buffers=True)
+
+
+class Momentum(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"momentum": torch.zeros_like(p), "steps": torch.zeros(())}
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["steps"] += 1
+            self.state[p]["momentum"] *= 0.9
+            p.sub_(self.state[p]["momentum"].add_(p.grad), alpha=0.1)
+
+
+class Counting(Momentum):
+    """With a counter that is a number of Python."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.last = self.state[self.param_groups[0]["params"][-1]]
+        self.last["count"] = 0
+
+    def step(self):
+        super().step()
+        self.last["count"] += 1
+
+
+def scaled(on, make, clips=False, bad=(0, 3), updates_outside=False, is_used=False):
+    model = on.model()
+    optimizer = make(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    if is_used:
+        scaler.scale(torch.ones(()))
+
+    @on.jit
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        if not updates_outside:
+            scaler.update()
+        return loss.detach()
+
+    results = []
+    for k in range(7):
+        x = data(k)
+        x[0, 0] = float("inf") if k in bad else 1
+        loss = step(on.put(x))
+        if updates_outside:
+            scaler.update()
+        results += [loss, torch.tensor(scaler.get_scale())]
+    state = [torch.as_tensor(x) for entries in optimizer.state.values() for x in entries.values()]
+    return [*results[3:6], *results[8:], *model.parameters(), *state]
+
+
+@CASES.add(2)  # the first makes the scale
+def a_scaler_and_sgd(on):
+    return scaled(on, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), clips=True)
+
+
+@CASES.add(2)
+def a_scaler_and_adam(on):
+    return scaled(on, lambda p: torch.optim.AdamW(p, lr=0.1))
+
+
+@CASES.add(2)
+def a_scaler_and_an_optimizer_that_is_fused(on):
+    return scaled(on, lambda p: torch.optim.Adam(p, lr=0.1, fused=True))
+
+
+@CASES.add(2)
+def a_scaler_that_is_updated_outside(on):
+    return scaled(on, lambda p: torch.optim.Adam(p, lr=0.1), updates_outside=True)
+
+
+@CASES.add(fullgraph=False)
+def a_scaler_and_an_optimizer_that_counts_in_python(on):
+    return scaled(on, Counting, is_used=True)
+
+
+@CASES.add(1)
+def a_scaler_and_an_optimizer_of_the_user(on):
+    return scaled(on, Momentum, is_used=True)
+
+
+@CASES.add(4, fullgraph=False)  # each number is another graph: then it is not traced any more
+def an_optimizer_that_counts_in_python(on):
+    model = on.model()
+    optimizer = Counting(model.parameters())
+    losses = list(map(on.step(model, optimizer), on.rows(7)))
+    return [*losses, *model.parameters(), torch.tensor(optimizer.last["count"])]
+
+
+@CASES.add(1)
+def an_optimizer_of_the_user(on):
+    model = on.model()
+    optimizer = Momentum(model.parameters())
+    state = [x for entries in optimizer.state.values() for x in entries.values()]
+    return [*map(on.step(model, optimizer), on.rows(4)), *model.parameters(), *state]
+
+
+@CASES.add(1)
+def a_scaler_whose_scale_is_on_the_host(on):
+    return scaled(on, lambda p: torch.optim.Adam(p, lr=0.1), is_used=True)
+
+
+@CASES.add()
+def settings_of_a_scaler(on):
+    weight = on.put(data()).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1), []
+
+    @on.jit
+    def step(x):
+        optimizer.zero_grad()
+        scaler.scale((weight * x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for k, x in enumerate(on.rows(4)):
+        step(x)
+        scales.append(scaler.get_scale())
+        if k == 1:
+            scaler.set_growth_factor(4.0)
+    return [torch.tensor(scales), weight]
+
+
+test_as_in_plain_torch = CASES.tests()
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", ["attributes", "spectral_norm", "pruning", "a_scaler_and_adam"])
+def test_compiled(name):
+    class Compiled(Plain):
+        def jit(self, function):
+            return tp.jit(function, fullgraph=True)
+
+        def put(self, x):
+            return tp.replicate(x) if isinstance(x, nn.Module) else tp.shard_batch(x)
+
+    run, _, _ = CASES[name]
+    for mine, right in zip(run(Compiled()), run(Plain()), strict=True):
+        torch.testing.assert_close(mine.detach().cpu(), right.detach(), atol=1e-12, rtol=1e-12)
+
+
+class Follower:
+    progress, last = 0, None
+
+
+def test_what_another_thread_changes_is_its_own():
+    holder, begun, written = Follower(), threading.Event(), threading.Event()
+
+    def other():
+        begun.wait()
+        holder.progress = 1
+        written.set()
+
+    def f(x):
+        if not written.is_set():
+            begun.set()
+            written.wait()
+        holder.last = x * 2
+
+    f, x = tp.jit(f, compile=EAGER), torch.ones(4)
+    with beside(other), pytest.warns(UserWarning, match="'progress'"):
+        f(x)
+    holder.progress = 0
+    f(x)
+    assert holder.progress == 0
+    assert holder.last.tolist() == [2] * 4

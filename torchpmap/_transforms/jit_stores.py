@@ -1,0 +1,147 @@
+"""Tensors that a jitted function stores where later calls find them, as in attributes.
+
+    self.average = self.average * 0.9 + x
+
+A trace finds the places, and is given up.  The next one takes the values that are there as
+arguments, and has the values that the function leaves there as results:
+
+    (values before, arguments) --program--> (results, values after)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchpmap._base.exact import exact
+from torchpmap._base.pytree import flatten
+from torchpmap._base.torch_internals import torch_function_off
+from torchpmap._trace.snapshot import Slot, Snapshot
+from torchpmap._transforms.jit_program import JitCall
+from torchpmap._transforms.jit_values import leaf_key
+
+_MAX_TRACES = 4
+"""To find all places: a list that is shifted shows one more in each."""
+
+
+Look = Callable[[Sequence[Slot]], list[Slot]]
+"""Finds where a function has stored values, besides places that are known."""
+
+
+class _Found(Exception):
+    def __init__(self, slots: list[Slot]) -> None:
+        super().__init__()
+        self.slots = slots
+
+
+class _Nth(NamedTuple):
+    """Stands for a tensor in what is stored; two places may have the same."""
+
+    place: int
+
+
+class _State:
+    """What is in the places now."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        leaves, self._structure = flatten([slot.read() for slot in slots])
+        self.tensors: list[torch.Tensor] = []
+        places: dict[int, _Nth] = {}
+        self._template: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
+                places[id(leaf)] = _Nth(len(self.tensors))
+                self.tensors.append(leaf)
+            self._template.append(places.get(id(leaf), leaf))
+
+    def key(self) -> Hashable:
+        """What must be the same for the same program."""
+        structure, constants = self._structure, tuple(map(exact, self._template))
+        return structure, structure.dict_order, constants, tuple(map(leaf_key, self.tensors))
+
+    def values(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The same with other tensors."""
+        leaves = [tensors[x.place] if isinstance(x, _Nth) else x for x in self._template]
+        return self._structure.unflatten(leaves)
+
+
+class Storing:
+    """A program that takes what is in some places, and leaves other values there."""
+
+    has_effects = True
+
+    def __init__(self, program: Any, slots: Sequence[Slot]) -> None:
+        self._program, self.slots = program, slots
+        self.plan, self.resharded = program.plan, program.resharded
+        self._key = _State(slots).key()
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        state = _State(self.slots)
+        return state.key() == self._key and bool(self._program.holds([*state.tensors, *tensors]))
+
+    def refuses(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return bool(self._program.refuses([*_State(self.slots).tensors, *tensors]))
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        result, values = self._program.run([*_State(self.slots).tensors, *tensors])
+        _write_all(self.slots, values)
+        return result
+
+
+def storing(
+    make: Callable[[JitCall], Any],
+    call: JitCall,
+    snapshot: Snapshot,
+    others: Sequence[Any],
+    look: Look,
+    where: str,
+) -> Any:
+    """What ``make`` makes of a call, that stores what the function does.
+
+    others: programs for other calls, which may store tensors.
+    """
+    known = {x.key: x for each in others if isinstance(each, Storing) for x in each.slots}
+    slots = [slot for slot in known.values() if snapshot.has(slot)]
+    for _ in range(_MAX_TRACES):
+        try:
+            program = make(_with_state(call, slots, look))
+            return Storing(program, slots) if slots else program
+        except _Found as found:
+            snapshot.restore()
+            slots += found.slots
+    raise slots[-1].refusal(where)
+
+
+def _with_state(call: JitCall, slots: list[Slot], look: Look) -> JitCall:
+    """The call with the tensors in the slots as a first argument, and what is there afterwards as a
+    second result.
+    """
+    fun, state = call.fun, _State(slots)
+
+    def run(tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        before = [slot.read() for slot in slots]
+        try:
+            _write_all(slots, state.values(tensors))
+            result = fun(*args, **kwargs)
+            with torch_function_off():
+                new = look(slots)
+            if new:
+                raise _Found(new)
+            return (result, [slot.read() for slot in slots]) if slots else result
+        finally:
+            _write_all(slots, before)
+
+    if slots:
+        args, kwargs = call.structure.unflatten(call.leaves)
+        return JitCall(run, (state.tensors, args, kwargs), {})
+    other = copy.copy(call)
+    other.fun = lambda *args, **kwargs: run((), args, kwargs)
+    return other
+
+
+def _write_all(slots: Sequence[Slot], values: Sequence[Any]) -> None:
+    for slot, value in zip(slots, values, strict=True):
+        slot.write(value)
