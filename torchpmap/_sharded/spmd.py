@@ -296,26 +296,19 @@ def own_block(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> 
 
 
 def rows_taken(
-    block: torch.Tensor,
-    place: torch.Tensor,
-    rows: tuple[int, int, int, int],
-    shape: Sequence[int],
+    block: torch.Tensor, place: torch.Tensor, rows: Sequence[int], shape: Sequence[int]
 ) -> torch.Tensor:
     """The rows that the block at ``place`` has, and in place of the others -0.0: to add it to a
     number changes no bit.
     """
     dim, start, step, count = rows
     at = torch.arange(count, device=place.device) * step + start - place * block.shape[dim]
-    zero = complex(-0.0, -0.0) if block.is_complex() else -0.0
-    taken = _rows_at(block, dim, at, zero)
+    taken = _rows_at(block, dim, at, complex(-0.0, -0.0) if block.is_complex() else -0.0)
     return taken.to(ROUNDED.get(block.dtype, block.dtype)).reshape(shape)
 
 
 def rows_put(
-    part: torch.Tensor,
-    place: torch.Tensor,
-    rows: tuple[int, int, int, int],
-    shape: Sequence[int],
+    part: torch.Tensor, place: torch.Tensor, rows: Sequence[int], shape: Sequence[int]
 ) -> torch.Tensor:
     """The block at ``place`` of zeros with ``part`` for these rows."""
     dim, start, step, count = rows
