@@ -3,6 +3,8 @@ stores, and what of torch decides by a value what it writes.
 """
 
 import threading
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +70,42 @@ def places_of_all_kinds(on):
     results = [f(x) for x in on.rows(5)]
     product, [more] = nested["results"]["x"]
     return [*results, best, slotted.last, table["sum"], *recent, product, more]
+
+
+class Private:
+    __slots__ = ("__last",)
+
+    def store(self, x):
+        self.__last = x
+
+    def read(self):
+        return self.__last
+
+
+settings: Any = None
+latest: Any = None
+
+
+@CASES.add(2)
+def places_that_are_not_the_users_own_objects(on):
+    space, private, module = SimpleNamespace(last=None), Private(), ModuleType("settings")
+    weight, found = on.put(data()), []
+    globals()["settings"] = module
+
+    def f(x):
+        def store_inside():
+            global latest
+            latest = x * 6
+
+        store_inside()
+        private.store(x)
+        space.last, settings.last, weight.last, f.last = x * 2, x * 3, x * 4, x * 5
+        return x.sum()
+
+    f = on.jit(f)
+    for x in on.rows(3):
+        found += [f(x), private.read(), space.last, module.last, weight.last, f.last, latest]
+    return found
 
 
 @CASES.add(2)
