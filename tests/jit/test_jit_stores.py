@@ -413,6 +413,113 @@ def scaled(on, make, clips=False, bad=(0, 3), updates_outside=False, is_used=Fal
     return [*results[3:6], *results[8:], *model.parameters(), *state]
 
 
+class Everywhere(torch.optim.Optimizer):
+    """With tensors in lists, settings and attributes, and writes that autograd does not hear of."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "count": torch.zeros((), dtype=torch.float64)})
+        self.params = self.param_groups[0]["params"]
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.slow = {p: torch.zeros_like(p) for p in self.params}
+        self.state.update({p: {"sums": [torch.zeros_like(p)]} for p in self.params})
+
+    @torch.no_grad()
+    def step(self):
+        self.param_groups[0]["count"].add_(1)
+        self.total.add_(2)
+        for p in self.params:
+            p.grad.add_(1)
+            self.state[p]["sums"][0].add_(p.grad.sign())
+            self.slow[p].add_(self.state[p]["sums"][0])
+            p.data.sub_(self.slow[p] / (self.param_groups[0]["count"] + self.total))
+
+
+def skipped(on, make):
+    model = on.model(nn.Linear(8, 4), nn.Linear(4, 2))
+    optimizer = make(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    scaler.scale(torch.ones(()))
+
+    @on.jit
+    def step(x, more):
+        optimizer.zero_grad()  # the gradients of the first layer stay finite
+        scaler.scale(model(x).mean() + more * model[1].bias[0]).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    grads = []
+    for k, x in enumerate(on.rows(5)):
+        step(x, torch.tensor(float("inf") if k in (1, 3) else 1.0, dtype=torch.float64))
+        grads += [p.grad for p in model[0].parameters()]
+    return [*grads, *model.parameters()], optimizer
+
+
+@CASES.add(1)
+def a_skipped_step_changes_nothing(on):
+    found, optimizer = skipped(on, Everywhere)
+    sums = [x["sums"][0] for x in optimizer.state.values()]
+    count = optimizer.param_groups[0]["count"]
+    return [*found, *sums, *optimizer.slow.values(), optimizer.total, count]
+
+
+class CountingItself(torch.optim.SGD):
+    count = 0
+
+    def step(self):
+        self.count += 1
+        super().step()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.mul_(self.count)
+
+
+@CASES.add(fullgraph=False)
+def a_skipped_step_of_one_that_counts_in_an_attribute(on):
+    found, optimizer = skipped(on, CountingItself)
+    return [*found, torch.tensor(optimizer.count)]
+
+
+@CASES.add(4, fullgraph=False)
+def an_optimizer_that_counts_in_an_attribute(on):
+    model = on.model()
+    optimizer = CountingItself(model.parameters(), lr=0.1)
+    losses = list(map(on.step(model, optimizer), on.rows(6)))
+    return [*losses, *model.parameters(), torch.tensor(optimizer.count)]
+
+
+@CASES.add(fullgraph=False)
+def a_skipped_step_with_a_hook(on):
+    averages = [on.put(torch.zeros(*n, dtype=torch.float64)) for n in ((4, 8), (4,), (2, 4), (2,))]
+
+    def make(params):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+
+        @optimizer.register_step_post_hook
+        @torch.no_grad()
+        def follow(optimizer, args, kwargs):
+            for average, p in zip(averages, optimizer.param_groups[0]["params"], strict=True):
+                average.add_(p)
+
+        return optimizer
+
+    return [*skipped(on, make)[0], *averages]
+
+
+class NewState(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["sum"] = self.state[p].get("sum", 0) + p.grad
+            p.sub_(self.state[p]["sum"], alpha=0.1)
+
+
+@CASES.add(4, fullgraph=False)  # then it is not traced any more
+def an_optimizer_that_makes_its_state_anew(on):
+    model = on.model()
+    step = on.step(model, NewState(model.parameters()))
+    return [*map(step, on.rows(6)), *model.parameters()]
+
+
 @CASES.add(2)  # the first makes the scale
 def a_scaler_and_sgd(on):
     return scaled(on, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), clips=True)
