@@ -210,6 +210,47 @@ def what_the_first_call_makes(on):
     return [*map(on.jit(lambda x: cached(x)), on.rows(4)), cached.cache]
 
 
+@CASES.add(2)
+def a_list_that_a_call_makes_and_others_change(on):
+    holder, seen = Slotted(), []
+    holder.last = None
+
+    @on.jit
+    def f(x):
+        if holder.last is None:
+            holder.last = [x * 0, {}]
+        holder.last[0] = holder.last[0] + x
+        holder.last[1]["sum"] = holder.last[1].get("sum", 0) + x.sum()
+        return x.sum()
+
+    for x in on.rows(4):
+        f(x)
+        seen.append(holder.last)
+    assert all(x is seen[0] for x in seen)
+    return [seen[0][0], seen[0][1]["sum"]]
+
+
+@CASES.add(fullgraph=False)
+def one_list_in_two_places(on):
+    first, second, table = Slotted(), Slotted(), [None]
+    first.last = None
+
+    @on.jit
+    def f(x):
+        if first.last is None:
+            first.last = second.last = [x * 0]
+        first.last[0] = first.last[0] + x
+        return second.last[0].sum()
+
+    @on.jit
+    def g(x):
+        table[0] = x * 2
+        second.last = table
+        return second.last[0].sum()
+
+    return [*map(f, on.rows(4)), *map(g, on.rows(3)), *table, *second.last]
+
+
 @CASES.add()
 def whether_two_places_have_one_tensor(on):
     first, second = Slotted(), Slotted()

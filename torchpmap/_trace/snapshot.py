@@ -40,6 +40,8 @@ class Slot(NamedTuple):
 
     owner: Any
     name: Any
+    is_users: bool = True
+    """Whether what holds on to containers in the value counts; else it is an optimizer's."""
 
     @property
     def key(self) -> tuple[int, Any]:
@@ -82,7 +84,7 @@ class _Table(NamedTuple):
     def attribute(self, name: Any) -> Slot:
         """The place in the outermost container that leads to an entry."""
         if self.parent is None:
-            return Slot(self.table, name)
+            return Slot(self.table, name, False)
         names = [x for x, item in self.parent.copy.items() if item is self.table]
         return self.parent.attribute(names[0])
 
