@@ -210,6 +210,24 @@ def what_the_first_call_makes(on):
     return [*map(on.jit(lambda x: cached(x)), on.rows(4)), cached.cache]
 
 
+@CASES.add(fullgraph=False)
+def what_is_written_and_stored_by_another_name(on):
+    holder, buffer, found = Slotted(), on.put(data()), []
+    holder.last = None
+
+    @on.jit
+    def f(x):
+        if holder.last is not None:
+            holder.last.mul_(2)
+        holder.last = buffer.add_(x)
+        return holder.last
+
+    for x in on.rows(4):
+        found.append(f(x))
+        assert found[-1] is holder.last is buffer
+    return found
+
+
 @CASES.add(2)
 def a_list_that_a_call_makes_and_others_change(on):
     holder, seen = Slotted(), []
@@ -388,6 +406,16 @@ def the_mean_of_models(on):
 @CASES.add(1)
 def the_mean_of_models_in_lists(on):
     return averaged(on, multi_avg_fn=get_swa_multi_avg_fn())
+
+
+@CASES.add(1)
+def an_average_that_computes_with_its_counter(on):
+    def follow(average, now, count):
+        return (
+            now if count == 0 else average + (now - average) / (count.to(torch.float64) * 0.3 + 1)
+        )
+
+    return averaged(on, avg_fn=follow)
 
 
 @CASES.add(1)

@@ -356,7 +356,7 @@ class Optimizers:
             stack.close()
         if any(each is optimizer for each, _ in self._stepping):
             return
-        real_of = {id(self._capture.stand_ins[id(x)]): x for x in self._capture.tensors}
+        real_of = self._capture.reals()
         made = []
         for entries in optimizer.state.values():
             for name, value in list(entries.items()):
