@@ -2,6 +2,7 @@
 stores, and what of torch decides by a value what it writes.
 """
 
+import functools
 import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -208,6 +209,24 @@ def what_the_first_call_makes(on):
 
     cached = Cached()
     return [*map(on.jit(lambda x: cached(x)), on.rows(4)), cached.cache]
+
+
+@functools.cache
+def lower_triangle(size):
+    return torch.ones(size, size, dtype=torch.float64).tril()
+
+
+@CASES.add(3)
+def tensors_that_a_function_caches(on):
+    holder = Slotted()
+
+    @on.jit
+    def f(x):
+        holder.last = lower_triangle(8) @ x
+        return holder.last.sum()
+
+    xs = [data(), data(1, 8, 16), data(2)]
+    return [each for x in xs for each in (f(on.put(x)), holder.last, lower_triangle(8))]
 
 
 @CASES.add(fullgraph=False)

@@ -9,6 +9,7 @@ function leaves one, it is told, as a ``Slot``, so that each call can leave its 
 from __future__ import annotations
 
 import enum
+import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType, FunctionType, MemberDescriptorType
@@ -27,6 +28,7 @@ from torchpmap._trace.untraceable import Untraceable
 
 _DEPTH = 5
 """Of containers in attributes: ``optimizer.state[p]["exp_avg"]`` is one of 3."""
+_CACHE = type(functools.cache(len))
 _TABLES = (dict, list, set, deque)
 _PLAIN = torch.Tensor | enum.Enum | SIMPLE
 
@@ -105,6 +107,8 @@ class Snapshot:
         """Owners of names: a cell, a class, or the globals of a module; what was there."""
         own = (*_TABLES, torch.nn.Module, FunctionType, *also)
         objects = list(objects)
+        caches = [each for each in objects if isinstance(each, _CACHE)]
+        self._caches = [(each, each.cache_info().misses) for each in caches]
         codes = [code_facts(each.__code__) for each in objects if isinstance(each, FunctionType)]
         attributes = {name for code in codes for name in code.attributes}
         for each in objects:
@@ -142,8 +146,15 @@ class Snapshot:
                 if isinstance(item, _TABLES):
                     self._add(item, depth - 1, found, is_users)
 
+    def _clear_caches(self) -> None:
+        """Forget what ``functools.cache`` has kept of a trace."""
+        for each, num_misses in self._caches:
+            if each.cache_info().misses != num_misses:
+                each.cache_clear()
+
     def restore(self) -> None:
         """Take back what has changed; but not of lists, if other threads may have added to them."""
+        self._clear_caches()
         is_alone = not (self._others_run or others_run())
         for table, copy, *_ in self._tables.values():
             if isinstance(table, dict):
@@ -172,6 +183,7 @@ class Snapshot:
         Raises:
             Untraceable: later calls could not store theirs there.
         """
+        self._clear_caches()
         keys = {slot.key for slot in known}
         new: dict[tuple[int, Any], Slot] = {}
         moved: dict[tuple[int, Any], Slot] = {}
