@@ -151,6 +151,24 @@ def test_a_structure_shows_itself_alike_in_every_process():
             assert repr(flatten(tree)[1]) == f"Structure({text})"
 
 
+def test_a_structure_shows_what_it_holds_beside_named_fields():
+    class Scaled:
+        def __init__(self, x, factor):
+            self.x, self.factor = x, factor
+
+    pytree.register_pytree_node(
+        Scaled,
+        lambda each: ([each.x], each.factor),
+        lambda xs, factor: Scaled(*xs, factor),
+        flatten_with_keys_fn=lambda each: ([(pytree.GetAttrKey("x"), each.x)], each.factor),
+        serialized_type_name="tests.Scaled",
+    )
+    try:
+        assert repr(flatten(Scaled(1, 3))[1]) == "Structure(Scaled(x=*, 3))"
+    finally:
+        pytree._deregister_pytree_node(Scaled)
+
+
 # Structure as a key -------------------------------------------------------------------------------
 
 

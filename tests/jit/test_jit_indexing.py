@@ -1,10 +1,16 @@
-"""Covers: _trace/whole.py, _trace/indexing.py: positions that are tensors, in jitted functions."""
+"""Covers: _trace/whole.py, _trace/indexing.py: positions that are tensors, in jitted functions;
+rows of a cut dim in compiled code.
+"""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from _cases import Cases, data
+from _models import LINE
 from torch import nn
+
+import torchpmap as tp
+from torchpmap import P
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -66,3 +72,23 @@ def gradients(on):
 
 
 test_as_in_plain_torch = CASES.tests()
+
+
+@pytest.mark.inductor
+def test_compiled_rows_of_a_cut_dim():
+    def f(x, half, mask, places):
+        rows = x.select(0, 11), half[5:7] * 1, mask[30:, 2], places[1::30]
+        return (rows[0].sin() * x[20:22]).sum(), *rows
+
+    x, half = data(0, 32, 4), data(1, 32, 4, dtype=torch.float16)
+    values = [x, half, half > 0, half.view(torch.uint16)]
+    mesh = tp.make_mesh(*LINE)
+    there = [tp.device_put(value, tp.NamedSharding(mesh, P("x"))) for value in values]
+    there[0].requires_grad_()
+    results = tp.jit(f)(*there)
+    results[0].backward()
+    expected = f(x.requires_grad_(), *values[1:])
+    expected[0].backward()
+    for got, right in zip((*results, there[0].grad), (*expected, x.grad), strict=True):
+        torch.testing.assert_close(got.detach().cpu(), right.detach())
+    assert there[0].grad.sharding == there[0].sharding

@@ -143,19 +143,17 @@ def test_cuts(layouts, sizes, cuts):
     assert grid.sizes == sizes
     assert [grid.cut_of(each) for each in layouts] == cuts
     for each, cut in zip(layouts, cuts, strict=True):
-        again = grid.known_layout(SHAPE, F32, cut)
-        assert again is not None
-        assert again.same_place(each)
+        assert grid.layout(SHAPE, F32, cut).same_place(each)
 
 
 def test_meshes_and_cuts_that_do_not_fit():
     assert common_grid([layout((3, 4), "a"), layout((4, 3), "a")]) is None
     grid = common_grid([layout((6, 2), "a"), layout((3, 4), "b")])
     assert grid is not None
-    assert grid.known_layout(SHAPE, F32, ((1,),)) is None
-    found = grid.known_layout(SHAPE, F32, ((2,), (0, 1)))
-    assert found is not None
-    assert found.sharding.spec == P("b", "a")
+    own = grid.layout(SHAPE, F32, ((1,),))
+    assert own.sharding.mesh not in grid.meshes
+    assert (own.block_shape, grid.cut_of(own)) == ((12, 24), ((1,),))
+    assert grid.layout(SHAPE, F32, ((2,), (0, 1))).sharding.spec == P("b", "a")
 
 
 def test_lines():
@@ -164,6 +162,16 @@ def test_lines():
     assert grid.lines((1,)) == tuple((k, k + 1) for k in range(0, 12, 2))
     assert grid.lines((0, 1)) == (tuple(range(12)),)
     assert grid.parts((0, 1)) == 12
+
+
+def test_blocks_without_elements_that_are_cut_otherwise_are_other_blocks():
+    both, columns = (
+        general_layout((8, 0), F32, sharding((2, 2), ("x", "y"), *entries))
+        for entries in (("x", "y"), (None, "y"))
+    )
+    assert (both.block_shape, columns.block_shape) == ((4, 0), (8, 0))
+    assert not both.same_place(columns)
+    assert columns.same_place(row_layout((8, 0), F32, CPUS, 1, "i"))
 
 
 def test_a_cut_has_no_empty_end():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from _sharded_values import nothing_gathers, numbers
 from _sharded_values import on_mesh as put
+from _spies import asked
 
 import torchpmap as tp
 
@@ -105,12 +106,25 @@ def test_values_of_masks_fetch_the_mask_alone():
     assert torch.equal(part.cpu(), expected[:, EVEN])
 
 
-def test_assignments_to_cut_dims_fetch_the_value_once():
+def test_assignments_to_cut_dims_fetch_and_send_the_value_once(monkeypatch):
     for name in ("number", "slice", "element"):
         x = put(HERE, ("i",))
+        version = x._version
+        calls = asked(monkeypatch)
         with tp.debug.report_gathers() as gathers:
             x[INDICES[name]] = 5.0
         assert [gather.num_bytes for gather in gathers] == [HERE.nbytes]
+        assert [call for call, _ in calls] == ["fetch", "put"]
+        assert x._version == version + 1
+
+
+def test_assignments_to_tensors_of_inference_mode():
+    with torch.inference_mode():
+        x = put(HERE, ("i",))
+        x[0] = 5.0
+    assert x[0].tolist() == torch.full(HERE.shape[1:], 5.0).tolist()
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside"):
+        x[0] = 6.0
 
 
 def test_a_part_of_the_same_tensor_is_assigned():

@@ -12,6 +12,7 @@ from _sharded_values import (
     functions,
     here,
     on_devices,
+    on_mesh,
     where,
 )
 from _spies import asked
@@ -92,6 +93,10 @@ TO_WHOLE = """
     w @ w.T; bias * host_bias; same.sort(0); same.cumsum(0); same[1:3]
     torch.linalg.inv_ex(w[:, :3] + 9 * torch.eye(3))[0]; x.new_zeros(3)
     torch.nn.grad.conv1d_weight(x, (2, 2, 1), x)
+    # a few rows: each device sends those that it has
+    x.select(0, 2); x[-1, 1]; x[1, 0, 2]; x[1:2]; rows[3:5]; rows[1::6, 2:]; rows[6:99][1]
+    mask[2:3]; bytes.select(0, 1); ints[1, 1]; half[3:]; z[2:3]; z.mH[:, 1]; last[:, 2]; x[3:, 0]
+    columns[:, 3:]
 """
 X, ROWS, FLAT = 96, 192, 16  # bytes
 PLACES = [
@@ -136,6 +141,38 @@ def test_where_results_are_and_what_is_gathered_for_them(function, place, num_by
             for shard in result.addressable_shards:
                 assert shard.data.dtype == right.dtype
                 torch.testing.assert_close(shard.data, right[shard.index], equal_nan=True)
+
+
+BITS = [
+    *(torch.bool, torch.uint8, torch.uint16, torch.int64, torch.float16, torch.bfloat16),
+    *(torch.float64, torch.float8_e4m3fn, torch.complex32, torch.complex64),
+]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("spec", [["i"], [("i", "j")], [("j", "i")], ["j", "i"]], ids=str)
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+def test_rows_keep_every_bit(dtype, spec):
+    """Those that a device does not have must not change the others: -0.0 + 0.0 is 0.0."""
+    x = torch.tensor([1.5, 0.0, -0.0, torch.inf, -torch.inf, torch.nan, 2e-5, -3.0])
+    if not (dtype.is_floating_point or dtype.is_complex):
+        x = torch.arange(8)
+    x = torch.stack([x.roll(k) for k in range(32)])
+    x = (torch.complex(x, x.roll(1, 1)) if dtype.is_complex else x).to(dtype)
+    there = on_mesh(x, spec, (2, 2), ("i", "j"))
+    for f in (lambda x: x.select(0, 7), lambda x: x[3:6], lambda x: x[2::19], lambda x: x[-1, 2]):
+        expected, result = f(x), f(there)
+        for shard in result.addressable_shards:
+            assert same_bits(shard.data, expected[shard.index])
+
+
+def same_bits(x, y):
+    x, y = (z.clone().reshape(-1) for z in (x, y))
+    x, y = (torch.view_as_real(z) if z.is_complex() else z for z in (x, y))
+    nan = [z.float().isnan() for z in (x, y)]  # of NaN there are many
+    bits = [z.view(torch.uint8).reshape(*z.shape, -1) for z in (x, y)]
+    unequal = (bits[0] != bits[1]).any(-1)
+    return x.dtype == y.dtype and torch.equal(*nan) and not (unequal & ~nan[0]).any()
 
 
 IN_PLACE = """

@@ -351,6 +351,7 @@ LOSSES = """
     (x.reshape(4, 6).T * 2).T.unflatten(1, (2, 3)).mul(w).sum()
     (torch.cat([x, x * w], 1) ** 2).sum(); (torch.cat([torch.zeros(0), x * w], 1) ** 2).sum()
     (torch.stack(x.unbind(1), 1) * w).square().sum(); (x.double() * w).sum()
+    (x.select(0, 1) * w).sum() + (x[2:3, 1] * w[0]).exp().sum() + x[1::2].sin().sum()
 """
 
 

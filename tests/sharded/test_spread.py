@@ -121,6 +121,10 @@ FUNCTIONS = {
     "without a rule": lambda x, y: [*x.sort(0), y.cumsum(0) + x.flip(1), torch.linalg.inv(x)],
     "shapes": lambda x, y: [x.view(4, 2, 8).transpose(0, 2).reshape(8, 8) @ y, torch.cat([x, y])],
     "rows": lambda x, y: [x[2:6] + y[:4], x[torch.tensor([3, 1])], x[1] * y],
+    "few rows": lambda x, y: [x[3] * y, y[5, 6].exp(), x[1:8:6] - y[2:4], (x[:, 5] / 2).sum()],
+    "gradients of rows": lambda x, y: torch.func.grad(
+        lambda x, y: (x[3] * y[:, 2] + x[6:7].sin() + y[1::5].exp().sum(0)).sum(), (0, 1)
+    )(x, y),
     "a constant": lambda x, y: [x * torch.arange(8.0).double(), y + 1],
     "several results": lambda x, y: [
         a * b for a, b in zip(x.split(4), y.unbind()[:2], strict=True)
@@ -182,6 +186,24 @@ def test_a_gradient_of_rows_takes_one_message():
     results, sent, reshards = spread(step, values, [P("x"), P(), P()])
     assert (sent, reshards) == ({"added_up": 1}, [])
     close(results, step(*values))
+
+
+def test_rows_take_one_message_of_their_size_and_their_gradient_none():
+    def step(x):
+        return torch.func.grad_and_value(lambda x: (x[9] + x[6:8]).tanh().sum())(x)
+
+    x = normal(32, 8)
+    results, sent, reshards = spread(step, [x], [P("x")])
+    assert (sent, reshards) == ({"added_up": 1}, [])
+    assert results[0].sharding.spec == P("x")
+    close(results, step(x))
+
+
+def test_all_rows_one_by_one_move_once():
+    x = normal(64, 8)
+    results, sent, _ = spread(lambda x: [x[k].exp() for k in range(64)], [x], [P("x")])
+    assert sent == {"exchanged": 1}
+    close(results, list(x.exp()))
 
 
 def test_a_cut_weight_is_gathered_and_its_gradient_scattered():

@@ -86,6 +86,12 @@ def test_siblings_and_aliases_see_each_others_writes():
     assert set(alias.cpu().flatten().tolist()) == {5}
 
 
+def test_a_write_to_a_row_without_elements():
+    x = on_mesh(torch.zeros(8, 0), ("x", "y"), (2, 2), ("x", "y"))
+    x[3].add_(1)
+    assert [shard.data.shape for shard in x.addressable_shards] == [(4, 0)] * 4
+
+
 def test_copies_are_independent():
     x = on_devices().x
     twins = [x.clone(), x.contiguous().clone(), x + 0, x.mT.clone(), x[0], x.cpu()]

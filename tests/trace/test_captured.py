@@ -288,6 +288,19 @@ def test_gradients_left_behind_raise(is_on_a_gpu, monkeypatch):
     assert w.grad is None
 
 
+def test_a_gradient_left_behind_beside_one_that_is_used():
+    """One operation computes both."""
+    norm = torch.nn.LayerNorm(3)
+
+    def f(x):
+        x = x.clone().requires_grad_()
+        (norm(x) ** 2).sum().backward()
+        return x.grad
+
+    with pytest.raises(RuntimeError, match="leaves a gradient on a captured parameter"):
+        tp.pmap(f, compile=EAGER)(torch.arange(6.0).reshape(2, 3))
+
+
 OUTER = {
     "grad": lambda f: torch.func.grad(lambda w: f(w).sum()),
     "jvp": lambda f: lambda w: torch.func.jvp(f, (w,), (w + 1,))[1],

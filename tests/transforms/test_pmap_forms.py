@@ -97,8 +97,27 @@ def test_pickled():
         again = pickle.loads(pickle.dumps(other))
         assert again is not other
         assert again(X).tolist() == [0.0, 2.0, 4.0, 6.0]
-    of_workers = tp.pmap(lambda x: doubled(x[None])[0], compile=False)
-    assert of_workers(X).tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+FACTOR = 2
+
+
+@tp.pmap
+def scaled(x):
+    return x * FACTOR
+
+
+@tp.jit
+def scaled_by_jit(x):
+    return x * FACTOR
+
+
+@pytest.mark.parametrize("function", [scaled, scaled_by_jit])
+def test_a_worker_reads_the_globals_of_the_caller(function, monkeypatch):
+    """Not those that the module has when a worker imports it."""
+    monkeypatch.setitem(globals(), "FACTOR", 5)
+    call = tp.pmap(lambda x: function(x[None])[0], compile=False)
+    assert call(X).tolist() == [0.0, 5.0, 10.0, 15.0]
 
 
 def test_decorators(mode):

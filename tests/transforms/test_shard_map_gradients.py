@@ -254,19 +254,50 @@ def test_what_the_other_branch_would_return(way, name):
     assert run(tp.grad(loss), way, W, X).item() == 8
 
 
-def test_devices_of_one_branch_that_run_other_collectives():
-    def f(a, b):
-        def some(b):
-            return tp.psum(b, "b") if int(tp.axis_index("b")) == 0 else b
+def _other_collectives(name, a, b):
+    is_first = int(tp.axis_index("b")) == 0
+    if name == "in a branch":
+        return tp.cond(a > 1, lambda b: tp.psum(b, "b") if is_first else b, lambda b: b, b)
+    if name == "over the axis of the branch":
+        return tp.cond(a > 1, lambda b: tp.psum(b, "a") if is_first else b, lambda b: b, b)
+    assert name == "a branch of some"
+    return tp.cond(a > 1, lambda b: tp.psum(b, "b"), lambda b: b, b) if is_first else b
 
-        return tp.cond(a[0] > 1, some, lambda b: b, b).reshape(1, 1)
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("in a branch", r"member 0: all_reduce.*\n.*1: the end of a br"),
+        ("over the axis of the branch", r"member 0: all_reduce.*\n.*1: the end of a br"),
+        ("a branch of some", r"rank 0: a branch .*\n.*1: return"),
+    ],
+)
+def test_devices_of_one_branch_that_run_other_collectives(name, told, monkeypatch):
+    """None waits for ever for one that is elsewhere."""
+    monkeypatch.setattr(tp.config, "timeout", 60)
     mesh, specs = tp.make_mesh((2, 2), ("a", "b")), (P("a"), P("b"))
+
+    def f(a, b):
+        return _other_collectives(name, a[0], b[0]).reshape(1, 1)
+
     call = tp.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("a", "b"), compile=False)
-    with pytest.raises(
-        tp.CollectiveMismatch, match=r"member 0: all_reduce.*\n.*1: the end of a br"
-    ):
+    with pytest.raises(tp.CollectiveMismatch, match=told):
         call(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+
+
+def test_a_gradient_in_a_branch_through_a_collective_before_it():
+    """Only the devices that take the branch sum over the other axis."""
+
+    def f(w, a, b):
+        w = tp.pcast(w.clone().requires_grad_(), "a", to="varying")
+        loss = tp.psum(w * b[0], "b") * w
+        branches = lambda: torch.autograd.grad(loss, w)[0], lambda: w.detach()
+        return tp.cond(a[0] > 1, *branches)[None]
+
+    mesh, specs = tp.make_mesh((2, 2), ("a", "b")), (P(), P("a"), P("b"))
+    call = tp.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("a"), compile=False)
+    given = W, torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    assert call(*given).tolist() == [2, 14 * 2]
 
 
 @pytest.mark.parametrize("way", ["python", "serial"])

@@ -370,7 +370,9 @@ def _text(node: Node | None, leaves: Iterator[str]) -> str:
         return f"{{{items}}}" if kind is dict else f"{kind.__name__}({{{items}}})"
     pairs = zip(node.keys, parts, strict=True)
     fields = [f"{key[1:]}={part}" if key.startswith(".") else part for key, part in pairs]
-    if node.context is not None and fields == parts:  # fields with names are all there is
+    # that of a named tuple or dataclass says no more than the names of the fields
+    is_said = node.context is kind or is_registered_dataclass(node.context, node.keys)
+    if node.context is not None and not is_said:
         fields.append(_context_text(node.context))
     return f"{kind.__name__}({', '.join(fields)})"
 

@@ -311,20 +311,24 @@ split = _split.get
 
 
 def split_again(around: Split | None) -> AbstractContextManager[None]:
-    """In the block, ``split`` returns this."""
-    return assigned(_split, around)
+    """In the block, ``split`` returns this, unless it is None."""
+    return assigned(_split, around or _split.get())
 
 
 def split_by(axes: frozenset[Axis]) -> Split | None:
-    """The part in which devices along some axes take different ways; all devices must ask.  None if
-    no others go together, or if they are in such a part: one inside may hold no collectives.
+    """The part in which devices along some axes take different ways; all devices must ask, which
+    they compare: one that asks alone would wait for ever inside.  None if no others go together, or
+    if they are in such a part: one inside may hold no collectives.
     """
     if not axes or _split.get() is not None or fake_mode() is not None:
         return None
     bound = (axis for parts in _bound.get() for axis in parts if axis.group is not None)
     others = joined([axis for axis in bound if axis.is_tracked and axis not in axes])
     group = others[0].group if len(others) == 1 else None
-    return None if group is None else Split(axes, group)
+    if group is None:
+        return None
+    record(("a branch or step that some devices take", "", group))
+    return Split(axes, group)
 
 
 @contextmanager
@@ -337,8 +341,8 @@ def entered(part: Split | None) -> Iterator[None]:
         return
     with assigned(_split, part):
         yield
-    with assigned(_apart, part):
-        record(("the end of a branch or step", "", part.group))
+        with assigned(_apart, part):
+            record(("the end of a branch or step", "", part.group))
 
 
 def over(axes: frozenset[Axis]) -> AbstractContextManager[None]:

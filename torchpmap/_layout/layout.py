@@ -135,8 +135,10 @@ def general_layout(
 def _row_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
     """The dim whose k-th block is what the k-th device of the mesh holds, if there is one."""
     indices = sharding.devices_indices_map(shape).values()
-    block_shape = sharding.shard_shape(shape)
+    block_shape = tuple(sharding.shard_shape(shape))
     for dim, rows in enumerate(block_shape):
+        if block_shape != (*shape[:dim], rows, *shape[dim + 1 :]):
+            continue  # blocks of no rows are equal, but here they are cut along another dim too
         if rows * sharding.mesh.size == shape[dim] and all(
             index[dim] == slice(k * rows, (k + 1) * rows) for k, index in enumerate(indices)
         ):

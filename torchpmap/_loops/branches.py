@@ -266,7 +266,9 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
         unified = branches.unify(found)
         return branches.build([chosen(selector, leaf) for leaf in zip(*unified, strict=True)])
     which = place_of(innermost(selector).item(), branches.count)
-    taken = _decided(branches, which, axes_of(selector))
+    deciding = axes_of(selector)
+    part = axis_stack.split_by(deciding)
+    taken = _decided(branches, which, deciding, part)
     results = taken.tensors
     if not is_repeated() or is_tracked() or any(taken.weak) or around.draws_numbers:
         with around.restored():  # and as many random numbers are drawn as by the others
@@ -277,15 +279,17 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
         else:  # Python numbers take the dtype of the other branches
             unified = branches.unify(known)
             axes = map(union, zip(*unified, strict=True))
-            with axis_stack.entered(axis_stack.split_by(axes_of(selector))):
+            with axis_stack.split_again(part):
                 results = [varied(x, along) for x, along in zip(unified[which], axes, strict=True)]
     return taken.tree.build(private(results))
 
 
-def _decided(branches: _Branches, which: int, deciding: Axes) -> Parts:
+def _decided(
+    branches: _Branches, which: int, deciding: Axes, part: axis_stack.Split | None
+) -> Parts:
     """The branch that is taken, where devices along the axes ``deciding`` may take another one."""
     operands = [varied(x, deciding) for x in branches.given.tensors]
-    with must_vary(deciding, branches.name):
+    with must_vary(deciding, branches.name, part):
         found = branches.parts(which, operands)
     results = [varied(x, deciding) for x in found.tensors]
     if any(x is not given for x, given in zip(operands, branches.given.tensors, strict=True)):

@@ -29,6 +29,7 @@ def chosen(
     *,
     weights: Collection[int] = (),
     wish: Cut = (),
+    uses: int = 1,
 ) -> tuple[Call, Placement]:
     """The call with the cuts that its operands are brought to, and how it runs then.
 
@@ -38,11 +39,12 @@ def chosen(
         rule: of the operation; without one all operands are gathered.
         weights: positions of the operands that are weights.
         wish: the cut of the first result, if operands allow it as they lie.
+        uses: how many such calls can use the operands that are brought.
     """
     call = call_with(cuts)
     placement = placement_of(call, rule, wish)
-    if placement is not None:
-        return call, placement
+    if placement is not None and not (placement.rows and any(placement.combine)):
+        return call, placement  # else a sum may be larger than the operand
     operands, sizes = call.operands if rule else (), call.sizes
     places = [operand.position for operand in operands]
     of_weights = {k for o in operands if o.position in weights for over in o.cut for k in over}
@@ -53,7 +55,7 @@ def chosen(
     best: tuple[float, Call, Placement] | None = None
     most = _MAX_TRIED // max(len(operands), 1) ** 2
     for combination in itertools.islice(itertools.product(*options), most):
-        cost = sum(price for _, price in combination)
+        cost = sum(price for _, price in combination) / uses
         if best is not None and cost >= best[0]:
             continue
         call = call_with(dict(zip(places, (cut for cut, _ in combination), strict=True)))
@@ -87,7 +89,7 @@ def _options(
             yield cut, num_bytes * (1 - 1 / parts) + _NEVER * yields
             if len(dropped) == 1 and not (is_weight or operand.written):
                 for moved in _moved(operand, cut, dropped[0], sizes):
-                    yield moved, num_bytes / parts / parts + 1 + _NEVER * yields
+                    yield moved, num_bytes / parts * (1 - 1 / parts) + 1 + _NEVER * yields
 
 
 def _moved(

@@ -35,7 +35,7 @@ from torchpmap._sharded.trial import tried
 from torchpmap._sharded.unforeseen import has_unforeseen_results, is_random, name_of
 
 _aten = torch.ops.aten
-_EXPANDED = ("mean", "nansum", "sum")
+_EXPANDED = ("mean", "nansum", "select", "slice", "sum")
 _ids = itertools.count(-1, -1)  # negative, unlike those of mapped functions
 
 
@@ -57,7 +57,7 @@ class Operation:
     written: tuple[int, ...] = ()
     """If it writes: of the first outputs, the operands whose new values they are."""
     reduces: bool = False
-    """Whether its derivative expands a gradient to the shape of the first operand."""
+    """Whether its derivative makes a gradient as large as the first operand of a smaller one."""
     checks_numbers: bool = False
     """Whether a number may be out of range of an integer dtype."""
     keeps_order: bool = False

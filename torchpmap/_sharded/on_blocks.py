@@ -16,6 +16,8 @@ from torchpmap._sharded.trial import Trial, check_here, masked, meta, on_meta
 from torchpmap._sharded.unforeseen import ROUNDED
 
 _aten = torch.ops.aten
+_UNKNOWN_TO_INDUCTOR = (torch.uint16, torch.uint32, torch.uint64)
+"""It compiles no ``torch.where`` of them (torch 2.13)."""
 
 
 def described(trial: Trial, sizes: tuple[int, ...], cuts: Mapping[int, Cut]) -> Call:
@@ -77,7 +79,7 @@ class OnBlocks:
     def rounds_parts(self) -> bool:
         """Whether partial results would be rounded before they are added up."""
         combinations = zip(self.trial.results, self.placement.combine, strict=True)
-        return not self.trial.written and any(
+        return not (self.trial.written or self.placement.rows) and any(
             result.dtype in ROUNDED and self.is_sent(how) and how.kind not in ("max", "min")
             for result, how in combinations
             if how is not None
@@ -94,6 +96,8 @@ class OnBlocks:
 
     def is_refused(self) -> bool:
         """Whether the kernel of CPUs refuses what it takes as a whole: some refuse one element."""
+        if self.placement.rows is not None:
+            return False
         try:
             check_here(*self.block_call(), self._blocks())
         except Exception:
@@ -102,6 +106,10 @@ class OnBlocks:
 
     def fits(self) -> bool:
         """Whether results come out in the shapes and dtypes of their blocks."""
+        if self.placement.rows is not None:
+            (result,) = self.trial.results
+            is_float8 = result.itemsize == 1 and result.is_floating_point()  # it may have no zero
+            return not is_float8 and result.dtype not in _UNKNOWN_TO_INDUCTOR
         func, arguments = self.block_call()
         blocks = self._blocks()
         try:

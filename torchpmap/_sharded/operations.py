@@ -63,8 +63,8 @@ class _Known:
         self.seen: dict[Hashable, int] = {}
         """Numbers that all processes have given to operations -> digest."""
         self.reduced: dict[Hashable, Layout] = {}
-        """(number of the node of autograd, shape) -> layout of a value whose sum may be
-        differentiated.  The gradient, an expanded value, gets the same layout.
+        """(number of the node of autograd, shape) -> layout of a value whose sum, or part, may be
+        differentiated.  The gradient gets the same layout.
         """
 
     def number(self, value: bool | int | float | complex) -> Handle:
@@ -291,9 +291,12 @@ def _compare(known: _Known, operation: Operation, kind: Any, operands: Sequence[
     operation.team.runtime.note(operation.team, operation.id, numbers)
 
 
+_LARGER = (_aten.expand.default, _aten.select_backward.default, _aten.slice_backward.default)
+
+
 def _preferred(known: _Known, func: Any, args: Sequence[Any], scan: _Scan) -> Layout | None:
-    """In a backward pass, the layout for the result of expanding a value."""
-    node = autograd_node() if func is _aten.expand.default and in_backward() else None
+    """In a backward pass, the layout of a gradient that is larger than what it is made of."""
+    node = autograd_node() if func in _LARGER and in_backward() else None
     if node is None:
         return None
     layout = known.reduced.get((node._sequence_nr(), tuple(args[1])))

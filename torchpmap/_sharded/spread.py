@@ -73,6 +73,8 @@ class Spread:
     """Nodes whose values are those of their operands, in these cuts."""
     reshards: list[Moved] = field(default_factory=list)
     _values: dict[Node, Any] = field(default_factory=dict)
+    _taken: dict[tuple[int, ...], Cut] = field(default_factory=dict)
+    """Shape -> the cut of a value of which rows were taken: the gradient of rows gets the same."""
     _moved: dict[tuple[Node, Cut, tuple[int, ...]], Node] = field(default_factory=dict)
     """Blocks of values in other cuts, while they are parts of sums along the last dims."""
 
@@ -285,7 +287,11 @@ class Spread:
             {k: value.cut for k, value in enumerate(values)},
             rule_of(func),
             weights=[k for k, value in enumerate(values) if value.is_weight],
+            wish=self._taken.get(tuple(arguments.get("input_sizes", ())), ()),
+            uses=sum(x.target is func for x in sources[0].users) if func in _PARTS else 1,
         )
+        if placement.rows and not placement.rows.is_back:
+            self._taken[values[0].shape] = placement.operands[0]
         stay = all(v.cut == placement.operands[k] for k, v in enumerate(values) if v.joined)
         if not stay or (rows and placement.results[0][rows.dim :][:1] != (rows.over,)):
             self._bring_back(joined)
@@ -396,6 +402,7 @@ class Spread:
         return [next(rest) if isinstance(x, torch.Tensor) else x for x in whole]
 
 
+_PARTS = (_aten.select.int, _aten.slice.Tensor)
 _COPIES = (_aten.clone.default, _aten._to_copy.default)
 
 

@@ -70,6 +70,7 @@ from torchpmap._sharded.transfer import (
     gather,
     is_whole_here,
     places_here,
+    store,
 )
 from torchpmap._sharded.views import (
     check_writable,
@@ -98,9 +99,8 @@ class ShardedTensor(Remote):
 
     Results of ``pmap`` and of ``device_put`` are of this class.  ``shape``, ``dtype`` and ``len``
     fetch nothing.  Every torch function works on it, on the devices unless the shape of its result
-    depends on values.  Passing it to a
-    mapped function moves nothing if it is already laid out as needed.  The workers free the data
-    when the last reference dies.
+    depends on values.  Passing it to a mapped function moves nothing if it is already laid out as
+    needed.  The workers free the data when the last reference dies.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -295,10 +295,9 @@ class ShardedTensor(Remote):
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         layout, handle = self._alive()
-        traced = num_modes()  # a mode sees only operations
         is_plain = not self.requires_grad and forward_state[LEVEL] < 0
         # of a replicated value, a row is a view on the devices: modules write to those of buffers
-        is_direct = type(index) is int and is_plain and not traced
+        is_direct = type(index) is int and is_plain and not num_modes()  # they see only operations
         if is_direct and cuts_rows(layout) and is_whole_here(layout):
             size = layout.shape[0]
             if not -size <= index < size:
@@ -317,10 +316,14 @@ class ShardedTensor(Remote):
         ):
             super().__setitem__(index, value)
             return
+        check_writable(self)
         host = gather(layout, handle)
         note_gather(_aten.index_put_.default, host.nbytes)
         host[index] = value
-        self.copy_(host)
+        if self.is_inference() and not _is_inference():
+            self.copy_(host)  # torch's error
+        torch.autograd.graph.increment_version(self)
+        write(self, store(layout, host), make_sharded)  # copy_ would hold the value thrice
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         if self.dim() == 0:

@@ -129,21 +129,25 @@ class Agreement:
             str(part) for k, part in enumerate(signature) if k != _GROUP and part != ""
         )
         mine = Fingerprint(operation, str(signature[_GROUP:]), self._within)
-        group, names = self._group, [f"rank {k}" for k in self._ranks]
-        part = axis_stack.apart()
-        if part is not None:  # the others may be elsewhere
-            group = part.group
-            names = [f"member {k}" for k in range(group_named(group).size())]
-        if is_equal(mine.digest(), len(names), group):
-            return
+        part, groups = axis_stack.split(), list[tuple[str, list[str]]]()
+        if part is not None:  # first with those that go together: one may have gone on
+            size = group_named(part.group).size()
+            groups.append((part.group, [f"member {k}" for k in range(size)]))
+        if axis_stack.apart() is None:  # else the others may be elsewhere
+            groups.append((self._group, [f"rank {k}" for k in self._ranks]))
+        for group, names in groups:
+            if not is_equal(mine.digest(), len(names), group):
+                self._mismatch = self._told(mine, names, group)
+                raise CollectiveMismatch(self._mismatch)
+
+    def _told(self, mine: Fingerprint, names: Sequence[str], group: str) -> str:
         rows = gathered(str(mine).encode(), _ROW_BYTES, len(names), group)
         texts = [row.decode(errors="replace").rstrip() for row in rows]
         table = "\n".join(f"  {name}: {text}" for name, text in zip(names, texts, strict=True))
-        self._mismatch = (
+        return (
             f"{self._name}: devices run different collectives, so the result would be wrong:\n"
             f"{table}\nEvery device {ADVICE} a device's own values or axis index."
         )
-        raise CollectiveMismatch(self._mismatch)
 
 
 def is_equal(digest: bytes, size: int, group: str) -> bool:

@@ -93,7 +93,7 @@ def tracked() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def must_vary(axes: Axes, name: str) -> Iterator[None]:
+def must_vary(axes: Axes, name: str, part: axis_stack.Split | None) -> Iterator[None]:
     """A branch of ``name`` that devices along some axes may not take: raise for a value with a
     derivative that they share, because all of them would have to sum its gradient.
     """
@@ -101,7 +101,7 @@ def must_vary(axes: Axes, name: str) -> Iterator[None]:
         yield
         return
     branches = (*_branches.get(), _Branch(axes, name, depth()))
-    with assigned(_branches, branches), axis_stack.entered(axis_stack.split_by(axes)):
+    with assigned(_branches, branches), axis_stack.entered(part):
         yield
 
 

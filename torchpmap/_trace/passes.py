@@ -42,7 +42,9 @@ def refuse_lost_gradients(graph: torch.fx.GraphModule, leftover: Sequence[torch.
     """Raise for a gradient that the graph, now without dead code, no longer computes: it was
     neither returned nor used.
     """
-    alive = set().union(*map(storages, graph.graph.nodes if leftover else ()))
+    values = (node.meta.get("val") for node in graph.graph.nodes if leftover)
+    # a gradient among the results of an operation is used if a node takes it out of them
+    alive = {x.untyped_storage()._cdata for x in values if isinstance(x, torch.Tensor)}
     if any(grad.untyped_storage()._cdata not in alive for grad in leftover):
         raise RuntimeError(
             "the function calls .backward() and leaves a gradient on a captured parameter without "

@@ -45,6 +45,18 @@ _NO_LOCKS = (
 )
 
 
+class Made:
+    """Travels to the workers as what it is made of, although other pickles take its name: the
+    module that it is found in may hold other values there.
+    """
+
+    __slots__ = ()
+
+    def made_of(self) -> tuple[Any, ...]:
+        """What makes it again: a function and its arguments."""
+        raise NotImplementedError
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(
         self,
@@ -73,6 +85,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if obj.co_filename and _forgets_files():  # messages name them
                 named = operator.methodcaller("replace", co_filename=obj.co_filename)
                 return named, (obj.replace(co_filename=""),)
+        if isinstance(obj, Made):
+            return obj.made_of()
         if isinstance(obj, torch.fx.GraphModule):
             return _decoded, _encoded(obj)
         if isinstance(obj, torch.memory_format | torch.layout):

@@ -265,15 +265,15 @@ def as_tuple(value: Any, what: str, kind: type) -> tuple[Any, ...]:
     return items
 
 
-def reduced(mapped: Any, *made_of: Any) -> Any:
+def reduced(mapped: Any) -> Any:
     """How a function that a front end has made is pickled: as functions are, by its name, if a
-    decorator has made it; but a worker has another ``__main__``.
+    decorator has made it; but other processes have another ``__main__``.
     """
     with contextlib.suppress(AttributeError):  # another callable may have no name
         module, name = sys.modules.get(mapped.__module__), mapped.__qualname__
         if operator.attrgetter(name)(module) is mapped and mapped.__module__ != "__main__":
             return name
-    return type(mapped), made_of
+    return mapped.made_of()
 
 
 def name_of(fun: Any) -> str:

@@ -40,6 +40,7 @@ from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace import recording
 from torchpmap._trace.environment import Environment, Surroundings
 from torchpmap._trace.optimizers import NotYet
+from torchpmap._trace.pickling import Made
 from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
@@ -77,7 +78,7 @@ _Known = tuple[Any, Surroundings]
 """What runs a kind of call (None: the function itself), and what it reads from outside."""
 
 
-class Jitted(Generic[_P, _R]):
+class Jitted(Made, Generic[_P, _R]):
     """A function that ``jit`` has made, called like the function."""
 
     __wrapped__: Callable[_P, _R]
@@ -103,7 +104,10 @@ class Jitted(Generic[_P, _R]):
         return f"<jit of {self._options.name}>"
 
     def __reduce__(self) -> Any:
-        return reduced(self, self.__wrapped__, self._options)
+        return reduced(self)
+
+    def made_of(self) -> tuple[Any, ...]:
+        return Jitted, (self.__wrapped__, self._options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

@@ -178,8 +178,7 @@ class Program:
         self._find_targets(traced, tensors)
         self._inputs = [self._input(x, seed, place(x), traced) for x in traced.captured]
         self._inputs += [Value(Argument(k), place(x)) for k, x in enumerate(tensors)]
-        if len({device.process_index for device in devices}) > 1:
-            self._check_equal(call, options.prefix, devices)
+        self._check_equal(call, options.prefix, devices)
         self._direct = [each.closed_over() for each in self._inputs]
         inputs_of = {id(x): k for k, x in enumerate(traced.captured)}
         self._counted = [inputs_of[id(each.vector)] for each in traced.counted]
@@ -221,6 +220,8 @@ class Program:
         """Raise if processes give different host values: their copies of the results would differ.
         Once for each kind of call, as it waits for all of them.
         """
+        if len({device.process_index for device in devices}) == 1:
+            return
         pairs = zip(call.structure.paths("argument"), call.leaves, strict=True)
         paths = [path for path, leaf in pairs if isinstance(leaf, torch.Tensor)]
         given = [each.given(call.tensors, paths) for each in self._inputs]

@@ -59,6 +59,7 @@ from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded, spans_processes
 from torchpmap._trace import recording
 from torchpmap._trace.compile import EAGER
+from torchpmap._trace.pickling import Made
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
 from torchpmap._transforms.call import (
@@ -126,7 +127,7 @@ class _Method:
         return types.MethodType, (self._fun, method.__self__)
 
 
-class Mapped(Generic[_P, _R]):
+class Mapped(Made, Generic[_P, _R]):
     """A function mapped over devices, called like the function."""
 
     __slots__ = ("__dict__", "__weakref__", "_instance")
@@ -163,7 +164,10 @@ class Mapped(Generic[_P, _R]):
         """Of a bound method, a weak reference to what the caller holds."""
 
     def __reduce__(self) -> Any:
-        return reduced(self, self._fun, self._options)
+        return reduced(self)
+
+    def made_of(self) -> tuple[Any, ...]:
+        return type(self), (self._fun, self._options)
 
     def _made(self, fun: Callable[..., Any]) -> Any:
         """Another function, mapped as this one is."""

@@ -33,6 +33,7 @@ from torchpmap.checkpoint._table import (
     Table,
     leaf_kind,
     leaves_of,
+    some,
 )
 
 
@@ -101,18 +102,13 @@ def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
 def _check_names(folder: Path, rows: Mapping[str, Row], paths: dict[str, str]) -> None:
     missing = [f"{path} ({key!r})" for key, path in paths.items() if key not in rows]
     unknown = [repr(key) for key in rows if key not in paths]
-    parts = [f"the checkpoint lacks {_some(missing)}"] if missing else []
-    parts += [f"like has no place for {_some(unknown)} of the checkpoint"] if unknown else []
+    parts = [f"the checkpoint lacks {some(missing)}"] if missing else []
+    parts += [f"like has no place for {some(unknown)} of the checkpoint"] if unknown else []
     if parts:
         raise ValueError(
             f"torchpmap.checkpoint.load: {folder} has another structure: {'; '.join(parts)}. Give "
             "a tree of the structure that was saved (load without like= shows it)."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
 
 
 def _wanted(leaf: Leaf, row: Row, folder: Path) -> _Wanted:

@@ -50,6 +50,7 @@ from torchpmap.checkpoint._table import (
     leaf_kind,
     leaves_of,
     rebuilt,
+    some,
     table_text,
 )
 
@@ -166,8 +167,7 @@ def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], None]:
     try:
         leaves, structure, arrays = others.together(described)
         if others.size > 1:
-            names = ", ".join(leaf.path for leaf in leaves)
-            check_equal_everywhere({"tree": names}, None, _EQUAL)
+            _check_names(others, [leaf.path for leaf in leaves])
             told = {leaf.path: _told(leaf.value, arrays.get(leaf.key)) for leaf in leaves}
             check_equal_everywhere(told, None, _EQUAL)
         plans = _plans(arrays)
@@ -181,6 +181,18 @@ def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], None]:
     plain = rebuilt(structure.root, lambda key: Stored(rows[key]) if key in rows else values[key])
     commit = functools.partial(_commit, folder, rows, plain)
     return lambda: others.decide(write(), commit)
+
+
+def _check_names(others: Peers, mine: list[str]) -> None:
+    """Raise, in all processes, unless their trees have the same leaves."""
+    for rank, theirs in enumerate(others.exchange(mine)):
+        if theirs != mine:
+            odd = sorted({*mine} ^ {*theirs})
+            what = f"one of them lacks {some(odd)}" if odd else "its leaves are in another order"
+            raise ValueError(
+                f"{others.what}: the trees of ranks {others.rank} and {rank} differ: {what}. All "
+                "processes must save the same tree."
+            )
 
 
 def _commit(

@@ -150,6 +150,11 @@ def leaf_kind(leaf: Leaf) -> str:
     )
 
 
+def some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
 # -- rows ------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from torchpmap._sharded.rules.compute import aligned, dims_of, numbered, trailing
-from torchpmap._sharded.rules.signature import Call, Labels, Rule, Signature
+from torchpmap._sharded.rules.signature import Call, Labels, Rows, Rule, Signature
 
 
 def _same_dims(operand: Any, *results: Labels, **options: Any) -> Signature:
@@ -80,6 +80,30 @@ def _part(call: Call) -> Signature:
     return Signature({x.position: labels, source.position: own}, (labels,))
 
 
+def _rows(call: Call) -> Signature | None:
+    """``_part``, but the dim may be cut: the parts that devices have are added up, or put."""
+    (operand,), arguments = call.operands, call.arguments
+    is_back = "grad_output" in arguments
+    part, whole = call.results[0], operand.shape
+    if is_back:
+        part, whole = whole, part
+    if part == whole or not math.prod(part):
+        return _part(call)
+    (dim,) = dims_of(arguments["dim"], len(whole))
+    is_one = "index" in arguments
+    places = range(whole[dim])
+    if is_one:
+        places = places[arguments["index"] :][:1]
+    else:
+        places = places[arguments["start"] : arguments["end"] : arguments["step"]]
+    labels = numbered(len(whole), set())
+    own = (*labels[:dim], *(None,) * (not is_one), *labels[dim + 1 :])
+    given, made = (own, labels) if is_back else (labels, own)
+    rows = Rows(dim, places.start, places.step, len(places), is_back)
+    size = "input_sizes" if is_back else None
+    return Signature({operand.position: given}, (made,), ("sum",), size, rows=rows)
+
+
 def _stack(call: Call) -> Signature:
     shape = call.results[0]
     (dim,) = dims_of(call.arguments["dim"], len(shape))
@@ -118,11 +142,11 @@ SHAPE: dict[str, Rule] = {
     "new_zeros": _new,
     "permute": _permute,
     "repeat": _repeat,
-    "select": _part,
-    "select_backward": _part,
+    "select": _rows,
+    "select_backward": _rows,
     "select_scatter": _part,
-    "slice": _part,
-    "slice_backward": _part,
+    "slice": _rows,
+    "slice_backward": _rows,
     "slice_scatter": _part,
     "split": _part,
     "split_with_sizes": _part,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torchpmap._layout.grid import Cut, trimmed
 
@@ -64,6 +64,21 @@ class Call:
         return math.prod(self.sizes[k] for k in over)
 
 
+class Rows(NamedTuple):
+    """Rows ``start``, ``start + step``, ... of a dim that is cut: each device has those in its own
+    block.
+    """
+
+    dim: int
+    start: int
+    step: int
+    length: int
+    is_back: bool
+    """Whether they are put into a whole of zeros, of which they are the operand."""
+    over: tuple[int, ...] = ()
+    """The dims of the grid that cut the dim."""
+
+
 @dataclass(frozen=True)
 class Signature:
     """What a rule says of a call."""
@@ -79,6 +94,8 @@ class Signature:
     """Whether a block of the result is the block of the operand in another shape."""
     once: tuple[int, ...] = ()
     """Operands that each device would add to its partial result: only one of them may."""
+    rows: Rows | None = None
+    """What it takes or puts along the dim of that label, should this be cut."""
 
 
 Rule = Callable[[Call], Signature | None]
@@ -104,6 +121,7 @@ class Placement:
     over: tuple[int, ...] = ()
     """All dims of the grid along which devices have other blocks."""
     signature: Signature = Signature({}, ())
+    rows: Rows | None = None
 
 
 def placement_of(call: Call, rule: Rule | None, prefer: Cut = ()) -> Placement | None:
@@ -157,7 +175,11 @@ def _placed(call: Call, signature: Signature, prefer: Cut) -> Placement | None:
         results.append(cut)
         combine.append(Combination(kind, tuple(missing)) if missing and kind else None)
     over = tuple(sorted(k for dims in cuts.values() for k in dims))
-    return Placement(wanted, tuple(results), tuple(combine), over, signature)
+    rows = signature.rows
+    if rows is not None:
+        along = cuts.get(rows.dim, ())
+        rows = rows._replace(over=along) if along else None
+    return Placement(wanted, tuple(results), tuple(combine), over, signature, rows)
 
 
 def _cut_labels(
