@@ -2,7 +2,10 @@
 stores, and what of torch decides by a value what it writes.
 """
 
+import functools
 import threading
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +71,42 @@ def places_of_all_kinds(on):
     results = [f(x) for x in on.rows(5)]
     product, [more] = nested["results"]["x"]
     return [*results, best, slotted.last, table["sum"], *recent, product, more]
+
+
+class Private:
+    __slots__ = ("__last",)
+
+    def store(self, x):
+        self.__last = x
+
+    def read(self):
+        return self.__last
+
+
+settings: Any = None
+latest: Any = None
+
+
+@CASES.add(2)
+def places_that_are_not_the_users_own_objects(on):
+    space, private, module = SimpleNamespace(last=None), Private(), ModuleType("settings")
+    weight, found = on.put(data()), []
+    globals()["settings"] = module
+
+    def f(x):
+        def store_inside():
+            global latest
+            latest = x * 6
+
+        store_inside()
+        private.store(x)
+        space.last, settings.last, weight.last, f.last = x * 2, x * 3, x * 4, x * 5
+        return x.sum()
+
+    f = on.jit(f)
+    for x in on.rows(3):
+        found += [f(x), private.read(), space.last, module.last, weight.last, f.last, latest]
+    return found
 
 
 @CASES.add(2)
@@ -170,6 +209,83 @@ def what_the_first_call_makes(on):
 
     cached = Cached()
     return [*map(on.jit(lambda x: cached(x)), on.rows(4)), cached.cache]
+
+
+@functools.cache
+def lower_triangle(size):
+    return torch.ones(size, size, dtype=torch.float64).tril()
+
+
+@CASES.add(3)
+def tensors_that_a_function_caches(on):
+    holder = Slotted()
+
+    @on.jit
+    def f(x):
+        holder.last = lower_triangle(8) @ x
+        return holder.last.sum()
+
+    xs = [data(), data(1, 8, 16), data(2)]
+    return [each for x in xs for each in (f(on.put(x)), holder.last, lower_triangle(8))]
+
+
+@CASES.add(fullgraph=False)
+def what_is_written_and_stored_by_another_name(on):
+    holder, buffer, found = Slotted(), on.put(data()), []
+    holder.last = None
+
+    @on.jit
+    def f(x):
+        if holder.last is not None:
+            holder.last.mul_(2)
+        holder.last = buffer.add_(x)
+        return holder.last
+
+    for x in on.rows(4):
+        found.append(f(x))
+        assert found[-1] is holder.last is buffer
+    return found
+
+
+@CASES.add(2)
+def a_list_that_a_call_makes_and_others_change(on):
+    holder, seen = Slotted(), []
+    holder.last = None
+
+    @on.jit
+    def f(x):
+        if holder.last is None:
+            holder.last = [x * 0, {}]
+        holder.last[0] = holder.last[0] + x
+        holder.last[1]["sum"] = holder.last[1].get("sum", 0) + x.sum()
+        return x.sum()
+
+    for x in on.rows(4):
+        f(x)
+        seen.append(holder.last)
+    assert all(x is seen[0] for x in seen)
+    return [seen[0][0], seen[0][1]["sum"]]
+
+
+@CASES.add(fullgraph=False)
+def one_list_in_two_places(on):
+    first, second, table = Slotted(), Slotted(), [None]
+    first.last = None
+
+    @on.jit
+    def f(x):
+        if first.last is None:
+            first.last = second.last = [x * 0]
+        first.last[0] = first.last[0] + x
+        return second.last[0].sum()
+
+    @on.jit
+    def g(x):
+        table[0] = x * 2
+        second.last = table
+        return second.last[0].sum()
+
+    return [*map(f, on.rows(4)), *map(g, on.rows(3)), *table, *second.last]
 
 
 @CASES.add()
@@ -312,6 +428,16 @@ def the_mean_of_models_in_lists(on):
 
 
 @CASES.add(1)
+def an_average_that_computes_with_its_counter(on):
+    def follow(average, now, count):
+        return (
+            now if count == 0 else average + (now - average) / (count.to(torch.float64) * 0.3 + 1)
+        )
+
+    return averaged(on, avg_fn=follow)
+
+
+@CASES.add(1)
 def a_moving_average_of_models_with_buffers(on):
     return averaged(on, avg_fn=get_ema_avg_fn(0.9), use_buffers=True)
 
@@ -373,6 +499,113 @@ def scaled(on, make, clips=False, bad=(0, 3), updates_outside=False, is_used=Fal
         results += [loss, torch.tensor(scaler.get_scale())]
     state = [torch.as_tensor(x) for entries in optimizer.state.values() for x in entries.values()]
     return [*results[3:6], *results[8:], *model.parameters(), *state]
+
+
+class Everywhere(torch.optim.Optimizer):
+    """With tensors in lists, settings and attributes, and writes that autograd does not hear of."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "count": torch.zeros((), dtype=torch.float64)})
+        self.params = self.param_groups[0]["params"]
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.slow = {p: torch.zeros_like(p) for p in self.params}
+        self.state.update({p: {"sums": [torch.zeros_like(p)]} for p in self.params})
+
+    @torch.no_grad()
+    def step(self):
+        self.param_groups[0]["count"].add_(1)
+        self.total.add_(2)
+        for p in self.params:
+            p.grad.add_(1)
+            self.state[p]["sums"][0].add_(p.grad.sign())
+            self.slow[p].add_(self.state[p]["sums"][0])
+            p.data.sub_(self.slow[p] / (self.param_groups[0]["count"] + self.total))
+
+
+def skipped(on, make):
+    model = on.model(nn.Linear(8, 4), nn.Linear(4, 2))
+    optimizer = make(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    scaler.scale(torch.ones(()))
+
+    @on.jit
+    def step(x, more):
+        optimizer.zero_grad()  # the gradients of the first layer stay finite
+        scaler.scale(model(x).mean() + more * model[1].bias[0]).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    grads = []
+    for k, x in enumerate(on.rows(5)):
+        step(x, torch.tensor(float("inf") if k in (1, 3) else 1.0, dtype=torch.float64))
+        grads += [p.grad for p in model[0].parameters()]
+    return [*grads, *model.parameters()], optimizer
+
+
+@CASES.add(1)
+def a_skipped_step_changes_nothing(on):
+    found, optimizer = skipped(on, Everywhere)
+    sums = [x["sums"][0] for x in optimizer.state.values()]
+    count = optimizer.param_groups[0]["count"]
+    return [*found, *sums, *optimizer.slow.values(), optimizer.total, count]
+
+
+class CountingItself(torch.optim.SGD):
+    count = 0
+
+    def step(self):
+        self.count += 1
+        super().step()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.mul_(self.count)
+
+
+@CASES.add(fullgraph=False)
+def a_skipped_step_of_one_that_counts_in_an_attribute(on):
+    found, optimizer = skipped(on, CountingItself)
+    return [*found, torch.tensor(optimizer.count)]
+
+
+@CASES.add(4, fullgraph=False)
+def an_optimizer_that_counts_in_an_attribute(on):
+    model = on.model()
+    optimizer = CountingItself(model.parameters(), lr=0.1)
+    losses = list(map(on.step(model, optimizer), on.rows(6)))
+    return [*losses, *model.parameters(), torch.tensor(optimizer.count)]
+
+
+@CASES.add(fullgraph=False)
+def a_skipped_step_with_a_hook(on):
+    averages = [on.put(torch.zeros(*n, dtype=torch.float64)) for n in ((4, 8), (4,), (2, 4), (2,))]
+
+    def make(params):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+
+        @optimizer.register_step_post_hook
+        @torch.no_grad()
+        def follow(optimizer, args, kwargs):
+            for average, p in zip(averages, optimizer.param_groups[0]["params"], strict=True):
+                average.add_(p)
+
+        return optimizer
+
+    return [*skipped(on, make)[0], *averages]
+
+
+class NewState(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["sum"] = self.state[p].get("sum", 0) + p.grad
+            p.sub_(self.state[p]["sum"], alpha=0.1)
+
+
+@CASES.add(4, fullgraph=False)  # then it is not traced any more
+def an_optimizer_that_makes_its_state_anew(on):
+    model = on.model()
+    step = on.step(model, NewState(model.parameters()))
+    return [*map(step, on.rows(6)), *model.parameters()]
 
 
 @CASES.add(2)  # the first makes the scale

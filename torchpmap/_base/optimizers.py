@@ -124,7 +124,10 @@ class Positive(TorchFunctionMode):
             if func in _COMPARISONS and type(args[1]) in (int, float) and args[1] == 0:
                 return _COMPARISONS[func](1, 0)
             if func is torch.Tensor.to:  # 1 - beta is exact in double precision only
-                return args[0]
+                is_exact = args[0].dtype == torch.float64
+                found = args[0] if is_exact else func(*args, **(kwargs or {}))
+                self._tensors[id(found)] = found
+                return found
         if func.__name__ == "_foreach_lerp_" and isinstance(args[2], torch.Tensor):
             for x, y in zip(*args[:2], strict=True):
                 x.lerp_(y, args[2].to(x.dtype))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Iterator
+from itertools import islice
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -19,6 +20,8 @@ from torchpmap._base.exact import exact
 from torchpmap._base.optimizers import Positive
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
+from torchpmap._trace.graphs import written_storages
+from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole_capture import WholeCapture
 
@@ -26,11 +29,30 @@ tracing: dict[int, Any] = {}
 """The ``Optimizers`` of a trace, by the thread that traces."""
 
 
+def _contents(optimizer: Optimizer) -> list[Any]:
+    """What is in the state, the settings and the attributes of an optimizer."""
+    settings = [{k: x for k, x in t.items() if k != "params"} for t in optimizer.param_groups]
+    own = {k: x for k, x in vars(optimizer).items() if k not in ("state", "param_groups")}
+    return list(_leaves([*optimizer.state.values(), settings, own]))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """As ``flatten`` gives them, but keys may be parameters."""
+    if isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
 def numbers_of(optimizer: Optimizer) -> Hashable:
-    """What is no tensor in the state and the settings of an optimizer."""
-    tables = [*optimizer.state.values(), *optimizer.param_groups]
-    kinds = torch.Tensor, list
-    return exact([{k: x for k, x in t.items() if not isinstance(x, kinds)} for t in tables])
+    """Those of Python among them."""
+    return exact([x for x in _contents(optimizer) if isinstance(x, SIMPLE)])
+
+
+def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    params = [x for group in optimizer.param_groups for x in group["params"]]
+    return [x for x in (*params, *_contents(optimizer)) if isinstance(x, torch.Tensor)]
 
 
 class Skippable:
@@ -40,25 +62,42 @@ class Skippable:
         self, optimizer: Optimizer, condition: torch.Tensor, capture: WholeCapture
     ) -> None:
         self._optimizer, self._condition, self._capture = optimizer, condition, capture
-        params = [x for group in optimizer.param_groups for x in group["params"]]
-        entries = [x for each in optimizer.state.values() for x in each.values()]
-        written = [x for x in (*params, *entries) if isinstance(x, torch.Tensor)]
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            self._refuse("has hooks")
+        grads = [leaf.gradient() for leaf in capture.leaves.values()]
+        known = {id(x): x for x in (*_tensors(optimizer), *grads) if x is not None}
         with torch.no_grad():
-            self._copies = [(x, x.clone()) for x in written]
+            self._copies = {key: (x, x.clone()) for key, x in known.items()}
         self._numbers = numbers_of(optimizer)
+        self._num_nodes = len(capture.graph.nodes)
 
     def end(self) -> None:
         if numbers_of(self._optimizer) != self._numbers:
-            raise Untraceable(
-                f"{type(self._optimizer).__name__} changes a number of Python in a step that a "
-                "GradScaler may skip",
-                users_line(),
-                "tensors in the state of the optimizer",
-            )
+            self._refuse("changes a number of Python")
+        capture, nodes = self._capture, self._capture.graph.nodes
+        known = {*self._copies, *map(id, capture.stand_ins.values())}
+        for entries in self._optimizer.state.values():  # of new ones the caller hears
+            known |= set(map(id, entries.values()))
+        written = written_storages(islice(nodes, self._num_nodes, None)).keys()
+        mine = {key: _storage(capture.substitute(x)) for key, (x, _) in self._copies.items()}
+        given = {_storage(x.meta["val"]) for x in nodes if x.op == "placeholder"}
+        if written & given - set(mine.values()) or set(map(id, _tensors(self._optimizer))) - known:
+            self._refuse("changes tensors that are not in its state")
         with torch.no_grad():
-            for x, before in self._copies:
-                if self._capture.substitute(x)._version:
+            for key, (x, before) in self._copies.items():
+                if mine[key] in written:
                     x.copy_(torch.where(self._condition, x, before))
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise Untraceable(
+            f"{type(self._optimizer).__name__} {what} in a step that a GradScaler may skip",
+            users_line(),
+            "tensors in the state of the optimizer",
+        )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _noting(own: Any) -> Any:

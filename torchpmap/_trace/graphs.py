@@ -11,7 +11,7 @@ These are attributes of the module that owns the graph, and arguments of torch's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -283,10 +283,10 @@ def written_by(node: Node) -> list[Node]:
     return [x for x in written if isinstance(x, Node)]
 
 
-def written_storages(graph: Graph) -> dict[int, Node]:
+def written_storages(nodes: Iterable[Node]) -> dict[int, Node]:
     """Storage -> first node that writes to it."""
     written: dict[int, Node] = {}
-    for node in graph.nodes:
+    for node in nodes:
         for target in written_by(node):
             written.setdefault(target.meta["val"].untyped_storage()._cdata, node)
     return written

@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
 )
 
 from torchpmap._base.optimizers import Positive, TensorNumbers, state_maker
-from torchpmap._base.sources import users_line
+from torchpmap._base.sources import is_foreign, users_line
 from torchpmap._base.torch_internals import (
     FakeTensor,
     as_if_compiling,
@@ -44,6 +44,7 @@ from torchpmap._base.torch_internals import (
 )
 from torchpmap._trace.capture import is_real
 from torchpmap._trace.decisions import Skippable, decided, numbers_of, tracing
+from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.watched import Place, Watched
 from torchpmap._trace.whole_capture import WholeCapture
@@ -53,6 +54,9 @@ _OPTIONS = ("capturable", "foreach", "fused")
 
 _SCHEDULED = ("momentum", "betas", "weight_decay")
 """What a schedule may change beside ``lr``."""
+
+_BY_TORCH = ("_opt_called", "_step_supports_amp_scaling")
+"""Attributes that schedules and scalers set around steps."""
 
 _MAX_CHANGES = 3
 _EXACT = {"step", "eta", "mu"}
@@ -116,6 +120,11 @@ class Numbers:
                     self._watched.add_name(group, name, place)
         for entries in optimizer.state.values():
             self._watched.add_view(entries.values(), place)
+        users = [kind for kind in type(optimizer).__mro__ if not is_foreign(kind.__module__)]
+        for each in (optimizer, *users) if users else ():  # its own step may change its attributes
+            for name, x in vars(each).items():
+                if isinstance(x, SIMPLE) and name not in _BY_TORCH:
+                    self._watched.add_name(optimizer.__dict__, name, place)
         self._watched.seal()
 
     def _are_equal(self) -> bool:
@@ -347,7 +356,7 @@ class Optimizers:
             stack.close()
         if any(each is optimizer for each, _ in self._stepping):
             return
-        real_of = {id(self._capture.stand_ins[id(x)]): x for x in self._capture.tensors}
+        real_of = self._capture.reals()
         made = []
         for entries in optimizer.state.values():
             for name, value in list(entries.items()):
@@ -358,6 +367,7 @@ class Optimizers:
         for entries, name in made:
             del entries[name]
         if made:  # as SGD with dampening does: its first step is another one
+            _count(optimizer, f"makes {made[0][1]!r} anew", f"state[{made[0][1]!r}].copy_(value)")
             raise NotYet(
                 f"the first step of {type(optimizer).__name__} makes {made[0][1]!r}",
                 users_line(),
@@ -366,19 +376,20 @@ class Optimizers:
 
 
 def _refuse_to_count(optimizer: Optimizer, before: Hashable) -> None:
-    """Raise if a step has changed numbers of Python too often: each change is another graph."""
     if numbers_of(optimizer) != before:
-        _changes[optimizer] = _changes.get(optimizer, 0) + 1
-        if _changes[optimizer] > _MAX_CHANGES:
-            raise Untraceable(
-                f"each step of {type(optimizer).__name__} changes a number of Python in its state",
-                users_line(),
-                "a tensor, such as torch.zeros(())",
-            )
+        _count(optimizer, "changes a number of Python", "a tensor, such as torch.zeros(())")
+
+
+def _count(optimizer: Optimizer, what: str, instead: str) -> None:
+    """Raise if steps have done too often what makes another graph of each."""
+    _changes[optimizer] = _changes.get(optimizer, 0) + 1
+    if _changes[optimizer] > _MAX_CHANGES:
+        name = type(optimizer).__name__
+        raise Untraceable(f"each step of {name} {what} in its state", users_line(), instead)
 
 
 _changes: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-"""How often traced steps have changed numbers of Python."""
+"""How often traced steps have done what another graph follows from."""
 _last: WeakKeyDictionary[Optimizer, dict[_Setting, Any]] = WeakKeyDictionary()
 """What schedules may change, as it was in the last trace; None: it has changed before."""
 

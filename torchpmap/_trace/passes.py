@@ -32,7 +32,7 @@ _WAIT = c10d.wait_tensor.default
 
 def refuse_lost_writes(closure: Closure, place: str = "") -> None:
     """Raise for a write to a tensor from outside; ``place``: of the graph, in the error."""
-    written = written_storages(closure.graph)
+    written = written_storages(closure.graph.nodes)
     for node, tensor in zip(closure.nodes, closure.tensors, strict=True):
         for storage in storages(node) & written.keys():
             raise RuntimeError(lost_write(tensor, f" ({written[storage].target}{place})"))
@@ -57,7 +57,7 @@ def protect_inputs(module: torch.fx.GraphModule) -> bool:
     """Let in-place writes to an input go to a copy, because the stored value may be used again;
     returns whether there are any.
     """
-    inputs, written, found = placeholders(module.graph), written_storages(module.graph), False
+    inputs, written, found = placeholders(module.graph), written_storages(module.graph.nodes), False
     for node in inputs:
         if not storages(node).isdisjoint(written):
             with module.graph.inserting_after(inputs[-1]):
@@ -179,7 +179,7 @@ def _drop_copies(module: torch.fx.GraphModule) -> None:
                 results = places
             else:
                 operands.append(places)
-    written = written_storages(module.graph)
+    written = written_storages(module.graph.nodes)
     for node in nodes:
         if node.target is not _aten.clone.default:
             continue

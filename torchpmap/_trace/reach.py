@@ -221,8 +221,7 @@ class Walk:
             self.watched.add_read(same, Place(origin))
             for item in items:
                 self._add(item, origin)
-        module = type(value).__module__
-        if not is_foreign(module) or module.startswith(_HOLDERS):
+        if is_holder(type(value)):
             self._instance(value, origin)
         else:
             wrapped = inspect.getattr_static(value, "__wrapped__", None)
@@ -343,6 +342,11 @@ class Walk:
 
 
 _DATA = bool | int | float | complex | str | torch.Tensor | np.ndarray | np.generic
+
+
+def is_holder(kind: type) -> bool:
+    """Whether instances have attributes that are the user's."""
+    return not is_foreign(kind.__module__) or kind.__module__.startswith(_HOLDERS)
 
 
 def _same_items(kind: Any, value: Any, expected: tuple[Any, ...]) -> bool:

@@ -9,9 +9,10 @@ function leaves one, it is told, as a ``Slot``, so that each call can leave its 
 from __future__ import annotations
 
 import enum
+import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +21,14 @@ from torchpmap._base.exact import exact
 from torchpmap._base.pytree import flatten
 from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import FakeTensor
+from torchpmap._trace.code import code_facts
 from torchpmap._trace.environment import others_run
-from torchpmap._trace.reach import SIMPLE, dict_of
+from torchpmap._trace.reach import SIMPLE, dict_of, is_holder
 from torchpmap._trace.untraceable import Untraceable
 
 _DEPTH = 5
 """Of containers in attributes: ``optimizer.state[p]["exp_avg"]`` is one of 3."""
+_CACHE = type(functools.cache(len))
 _TABLES = (dict, list, set, deque)
 _PLAIN = torch.Tensor | enum.Enum | SIMPLE
 
@@ -39,6 +42,8 @@ class Slot(NamedTuple):
 
     owner: Any
     name: Any
+    is_users: bool = True
+    """Whether what holds on to containers in the value counts; else it is an optimizer's."""
 
     @property
     def key(self) -> tuple[int, Any]:
@@ -81,7 +86,7 @@ class _Table(NamedTuple):
     def attribute(self, name: Any) -> Slot:
         """The place in the outermost container that leads to an entry."""
         if self.parent is None:
-            return Slot(self.table, name)
+            return Slot(self.table, name, False)
         names = [x for x, item in self.parent.copy.items() if item is self.table]
         return self.parent.attribute(names[0])
 
@@ -89,8 +94,9 @@ class _Table(NamedTuple):
 class Snapshot:
     """``objects``: what the function reaches; containers in their attributes are found here.
 
-    Instances of other packages are left alone, since their threads may change them meanwhile; but
-    for modules, and for ``also``: optimizers and the like.
+    Of instances of other packages, only attributes that the user's code stores are noted, since
+    their threads may change others meanwhile; but for modules, and for ``also``: optimizers and the
+    like.
     """
 
     def __init__(self, objects: Iterable[Any], also: tuple[type, ...] = ()) -> None:
@@ -100,17 +106,26 @@ class Snapshot:
         self._places: list[tuple[Any, str, Any]] = []
         """Owners of names: a cell, a class, or the globals of a module; what was there."""
         own = (*_TABLES, torch.nn.Module, FunctionType, *also)
+        objects = list(objects)
+        caches = [each for each in objects if isinstance(each, _CACHE)]
+        self._caches = [(each, each.cache_info().misses) for each in caches]
+        codes = [code_facts(each.__code__) for each in objects if isinstance(each, FunctionType)]
+        attributes = {name for code in codes for name in code.attributes}
         for each in objects:
-            if isinstance(each, own) or not is_foreign(type(each).__module__):
+            if isinstance(each, own) or is_holder(type(each)):
                 self._add(each, _DEPTH, None, not isinstance(each, also))
+            elif not isinstance(each, type):
+                table = dict_of(each)
+                for name in attributes if table is not None else ():
+                    self._note(table, name)
             if isinstance(each, torch.Tensor) and each.is_leaf and each.requires_grad:
                 self._note(each, "grad")
             if isinstance(each, FunctionType):
-                known = each.__globals__
+                facts = code_facts(each.__code__)
                 for cell in each.__closure__ or ():
                     self._note(cell, "cell_contents")
-                for name in each.__code__.co_names:
-                    self._note(known, name)
+                for name in {*facts.globals, *facts.names}:
+                    self._note(each.__globals__, name)
             elif isinstance(each, type) and not is_foreign(each.__module__):
                 for name in vars(each).keys() - {"__dict__", "__weakref__"}:
                     self._note(each, name)
@@ -131,8 +146,15 @@ class Snapshot:
                 if isinstance(item, _TABLES):
                     self._add(item, depth - 1, found, is_users)
 
+    def _clear_caches(self) -> None:
+        """Forget what ``functools.cache`` has kept of a trace."""
+        for each, num_misses in self._caches:
+            if each.cache_info().misses != num_misses:
+                each.cache_clear()
+
     def restore(self) -> None:
         """Take back what has changed; but not of lists, if other threads may have added to them."""
+        self._clear_caches()
         is_alone = not (self._others_run or others_run())
         for table, copy, *_ in self._tables.values():
             if isinstance(table, dict):
@@ -161,6 +183,7 @@ class Snapshot:
         Raises:
             Untraceable: later calls could not store theirs there.
         """
+        self._clear_caches()
         keys = {slot.key for slot in known}
         new: dict[tuple[int, Any], Slot] = {}
         moved: dict[tuple[int, Any], Slot] = {}
@@ -238,9 +261,8 @@ def _own(table: dict[Any, Any]) -> Any:
 
 def _slots(value: Any) -> Iterator[str]:
     for kind in type(value).__mro__:
-        names = vars(kind).get("__slots__", ())
         if not is_foreign(kind.__module__):
-            yield from (names,) if isinstance(names, str) else names
+            yield from (x for x, own in vars(kind).items() if isinstance(own, MemberDescriptorType))
 
 
 def _items(table: Any) -> Iterator[Any]:
@@ -301,7 +323,7 @@ def _has_traced(value: Any, depth: int = 8) -> bool:
         return False
     if isinstance(value, (*_TABLES, tuple, frozenset)):
         return any(_has_traced(item, depth - 1) for item in _items(value))
-    if is_foreign(type(value).__module__):
+    if not is_holder(type(value)):
         return False
     inside = [*(dict_of(value) or {}).values(), *(_read(value, x) for x in _slots(value))]
     return any(_has_traced(item, depth - 1) for item in inside)

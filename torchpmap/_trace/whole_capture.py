@@ -144,6 +144,10 @@ class WholeCapture(Capture):
         leaf = self.leaves[id(stand_in)] = Leaf(real, stand_in, before, is_stored)
         leaf.num_hooks = leaf.count_hooks()
 
+    def reals(self) -> dict[int, torch.Tensor]:
+        """By the ids of stand-ins, what they stand for."""
+        return {id(self.stand_ins[id(x)]): x for x in self.tensors}
+
     def _inside(self, hook: Callable[[torch.Tensor], Any], grad: torch.Tensor) -> Any:
         return None if self.is_outside else hook(grad)  # outside, that of the real tensor runs
 
@@ -214,6 +218,7 @@ class Replace(TracedCalls):
         super().__init__(
             capture, lambda x: capture.substitute(self._checked(x)) if _is_users(x) else x
         )
+        self.capture = capture
         self._grad_of = capture.grad_of
         self._leaves = capture.leaves
 
@@ -253,6 +258,12 @@ class Replace(TracedCalls):
 def _innermost() -> Replace | None:
     """That of the trace that this thread makes."""
     return next((each for each in reversed(here.entered) if isinstance(each, Replace)), None)
+
+
+def reals() -> dict[int, torch.Tensor]:
+    """Those of the trace that this thread makes."""
+    active = _innermost()
+    return {} if active is None else active.capture.reals()
 
 
 def _with_modes(own: Callable[..., Any]) -> Callable[..., Any]:

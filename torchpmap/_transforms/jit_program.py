@@ -34,6 +34,7 @@ from torchpmap._trace.graphs import results_of
 from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
+from torchpmap._trace.whole_capture import reals
 from torchpmap._transforms.call import CallOptions
 from torchpmap._transforms.jit_gradient import Derivable, overwritten
 from torchpmap._transforms.jit_values import (
@@ -109,8 +110,9 @@ class JitCall:
 
     def of_tensors(self, given: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         """The same; see ``whole.Fun``."""
-        places: dict[int, Any] = {id(x): Argument(k) for k, x in enumerate(given)}
         values, tree = flatten(self.returned(given))
+        places: dict[int, Any] = {key: ClosedOver(x) for key, x in reals().items()}
+        places |= {id(x): Argument(k) for k, x in enumerate(given)}
         template: list[Any] = []
         results = []
         for value in values:

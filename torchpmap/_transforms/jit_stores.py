@@ -11,19 +11,21 @@ arguments, and has the values that the function leaves there as results:
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from torchpmap._base.exact import exact
-from torchpmap._base.pytree import flatten
+from torchpmap._base.pytree import flatten, tree_flatten
 from torchpmap._base.torch_internals import torch_function_off
+from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.snapshot import Slot, Snapshot
 from torchpmap._transforms.jit_program import JitCall
 from torchpmap._transforms.jit_values import leaf_key
 
-_MAX_TRACES = 4
+_MAX_TRACES = 6
 """To find all places: a list that is shifted shows one more in each."""
 
 
@@ -32,9 +34,15 @@ Look = Callable[[Sequence[Slot]], list[Slot]]
 
 
 class _Found(Exception):
+    """Other places than those that were known."""
+
     def __init__(self, slots: list[Slot]) -> None:
         super().__init__()
         self.slots = slots
+
+
+class _Same:
+    """Stands for what a call leaves as it is.  A class is the same object in a copy."""
 
 
 class _Nth(NamedTuple):
@@ -107,30 +115,48 @@ def storing(
     slots = [slot for slot in known.values() if snapshot.has(slot)]
     for _ in range(_MAX_TRACES):
         try:
-            program = make(_with_state(call, slots, look))
+            program = make(_with_state(call, slots, look, snapshot, where))
             return Storing(program, slots) if slots else program
         except _Found as found:
             snapshot.restore()
-            slots += found.slots
+            slots = found.slots
     raise slots[-1].refusal(where)
 
 
-def _with_state(call: JitCall, slots: list[Slot], look: Look) -> JitCall:
+def _with_state(
+    call: JitCall, slots: list[Slot], look: Look, snapshot: Snapshot, where: str
+) -> JitCall:
     """The call with the tensors in the slots as a first argument, and what is there afterwards as a
     second result.
     """
     fun, state = call.fun, _State(slots)
 
     def run(tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
-        before = [slot.read() for slot in slots]
+        before, given = [slot.read() for slot in slots], state.values(tensors)
+        trees = list(map(flatten, given))
         try:
-            _write_all(slots, state.values(tensors))
+            _write_all(slots, given)
             result = fun(*args, **kwargs)
             with torch_function_off():
                 new = look(slots)
-            if new:
-                raise _Found(new)
-            return (result, [slot.read() for slot in slots]) if slots else result
+                stored = [
+                    _Same if now is was and _is_same(flatten(now), tree) else now
+                    for now, was, tree in zip((x.read() for x in slots), given, trees, strict=True)
+                ]
+                kept = _containers(given).keys()
+                pairs = [
+                    (slot, _containers(now) if slot.is_users else {})
+                    for slot, now in zip(slots, stored, strict=True)
+                ]
+                moved = [slot for slot, held in pairs if kept.isdisjoint(held)]
+            if new or len(moved) < len(slots):  # a container that stays has places of its own
+                raise _Found([*moved, *new])
+            seen: set[int] = set()
+            for slot, held in pairs:  # each call would make two containers of one
+                if held.keys() & seen or any(snapshot.has(Slot(x, None)) for x in held.values()):
+                    raise slot.refusal(where)
+                seen |= held.keys()
+            return (result, stored) if slots else result
         finally:
             _write_all(slots, before)
 
@@ -142,6 +168,26 @@ def _with_state(call: JitCall, slots: list[Slot], look: Look) -> JitCall:
     return other
 
 
+def _is_same(now: Any, before: Any) -> bool:
+    (leaves, structure), (own, own_structure) = now, before
+    is_alike = structure == own_structure and structure.dict_order == own_structure.dict_order
+    return is_alike and all(x is y for x, y in zip(leaves, own, strict=True))
+
+
+def _containers(value: Any) -> dict[int, Any]:
+    """Those in a pytree that may change, by their ids."""
+    found: dict[int, Any] = {}
+
+    def note(x: Any) -> bool:
+        if not isinstance(x, torch.Tensor | tuple | type | enum.Enum | SIMPLE):
+            found[id(x)] = x
+        return False
+
+    tree_flatten(value, note)
+    return found
+
+
 def _write_all(slots: Sequence[Slot], values: Sequence[Any]) -> None:
     for slot, value in zip(slots, values, strict=True):
-        slot.write(value)
+        if value is not _Same:
+            slot.write(value)
