@@ -180,14 +180,23 @@ _STORED = "inductor_realize_to_strides"
 
 def compare_equal_values(graph: Graph) -> None:
     """Let what is compared be the same number wherever it is used."""
+    pairs = list[tuple[Node, Node]]()
     for node in graph.nodes:
         if _decides(node):
             _round(node)
         if node.target in _COMPARISONS:
             operands = [_views(each)[-1] for each in node.all_input_nodes]
-            for one, other in itertools.permutations(operands, 2):
-                if one in _ancestors(other):
-                    one.meta[_STORED] = True
+            pairs += itertools.permutations(operands, 2)
+    # the bits of those that a node is computed of: a set for each comparison would take a time that
+    # grows with the square of the graph
+    bits = {one: 1 << k for k, one in enumerate(dict(pairs))}
+    above = dict[Node, int]()
+    for node in graph.nodes if pairs else ():
+        inputs = [above[each] | bits.get(each, 0) for each in node.all_input_nodes]
+        above[node] = functools.reduce(operator.or_, inputs, 0)
+    for one, other in pairs:
+        if above[other] & bits[one]:
+            one.meta[_STORED] = True
 
 
 def _decides(node: Node) -> bool:
@@ -225,15 +234,6 @@ _JUMPS = {
     *(_aten.remainder.Tensor, _aten.remainder.Scalar, _aten.remainder.Scalar_Tensor),
     *(_aten.fmod.Tensor, _aten.fmod.Scalar, _aten.div.Tensor_mode, _aten.div.Scalar_mode),
 }
-
-
-def _ancestors(node: Node) -> set[Node]:
-    found, waiting = set[Node](), [node]
-    while waiting:
-        new = set(waiting.pop().all_input_nodes) - found
-        found |= new
-        waiting += new
-    return found
 
 
 def _dtype(node: Node) -> torch.dtype | None:
