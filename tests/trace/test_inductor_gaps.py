@@ -149,6 +149,10 @@ def numbers(x):
             b.squeeze(2).repeat(1, 4),
         )  # so many that there are vectors
         yield from (a % b, a // b, a % 3, a // -0.7, 7 % b, (a * 10).int().clamp(-99, 99) % 0.3)
+    for y in (x[:8, 0] * 9).bfloat16(), (x[:8, 0] * 9).half():
+        yield from (y // 0.1, y // torch.tensor(0.1))
+    a = torch.tensor([1, -1, 0, -0.0]) * x[0, 0].abs()
+    yield from (1 / (a // -3), 1 / (a // 7))  # the sign of 0
     for dtype in torch.uint8, torch.int8:
         for y in BYTES.to(dtype) + x[0, 0].to(dtype) * 0, -BYTES.to(dtype) + x[0, 0].to(dtype) * 0:
             yield from (y.min(), y.max(), y.argmin(), y.argmax(), *y.aminmax())

@@ -297,7 +297,7 @@ def _exact_remainder(graph: Graph, node: Node) -> None:
 
 
 def _exact_floor(graph: Graph, node: Node) -> None:
-    """1 // 0.1 is 9, as in Python; but 1 / 0.1 is rounded up to 10."""
+    """1 // 0.1 is 9, as in Python; but 1 / 0.1 is rounded up to 10.  A 0 has the sign of 1 / 0.1."""
     if node.kwargs.get("rounding_mode") != "floor" or not node.meta["val"].is_floating_point():
         return
     a, b, rest, differ = _divided(graph, node)
@@ -305,8 +305,9 @@ def _exact_floor(graph: Graph, node: Node) -> None:
     down = call(graph, _aten.sub.Tensor, whole, 1)
     near = call(graph, _aten.round.default, call(graph, _aten.where.self, differ, down, whole))
     plain = call(graph, _aten.div.Tensor, a, b)
+    signed = call(graph, _aten.copysign.Tensor, near, plain)
     by_zero = call(graph, _aten.eq.Scalar, b, 0)
-    _replace(graph, node, call(graph, _aten.where.self, by_zero, plain, near))
+    _replace(graph, node, call(graph, _aten.where.self, by_zero, plain, signed))
 
 
 def _divided(graph: Graph, node: Node) -> tuple[Node, Node, Node, Node]:
@@ -314,15 +315,19 @@ def _divided(graph: Graph, node: Node) -> tuple[Node, Node, Node, Node]:
     the divisor.
     """
     value, found = node.meta["val"], []
+    has_few_bits = value.dtype in _FEW_BITS
     for x in node.args[:2]:
+        # plain torch does not round a divisor that is one number, but for a remainder
+        is_exact = has_few_bits and found and "rounding_mode" in node.kwargs and _is_number(x)
+        dtype = torch.float32 if is_exact else value.dtype
         if isinstance(x, Node):
-            found.append(x if _dtype(x) == value.dtype else call(graph, _CAST, x, value.dtype))
+            found.append(x if _dtype(x) == dtype else call(graph, _CAST, x, dtype))
         else:
-            kind = {"dtype": value.dtype, "device": value.device}
-            number = torch.tensor(x, dtype=value.dtype).item()
+            kind = {"dtype": dtype, "device": value.device}
+            number = torch.tensor(x, dtype=dtype).item()
             found.append(graph.call_function(_aten.full.default, ([], number), kind))
-            found[-1].meta["val"] = value.new_full((), number)
-    if value.dtype in _FEW_BITS:
+            found[-1].meta["val"] = value.new_full((), number, dtype=dtype)
+    if has_few_bits:
         found = [call(graph, _CAST, x, torch.float32) for x in found]
         for x in found:
             x.meta[_ROUNDED] = True
@@ -332,6 +337,12 @@ def _divided(graph: Graph, node: Node) -> tuple[Node, Node, Node, Node]:
     differ = call(graph, _aten.bitwise_xor.Tensor, *signs)
     is_some = call(graph, _aten.ne.Scalar, rest, 0)
     return a, b, rest, call(graph, _aten.bitwise_and.Tensor, differ, is_some)
+
+
+def _is_number(x: Any) -> bool:
+    if not isinstance(x, Node):
+        return True
+    return x.meta["val"].ndim == 0 and x.meta["val"].device.type == "cpu"
 
 
 def _replace(graph: Graph, node: Node, found: Node) -> None:
