@@ -73,7 +73,7 @@ def mending_passes() -> dict[str, Any]:
             return get_hash_for_files((__file__,))
 
     first = keep_nan, return_whole_values
-    last = copy_bases, compare_equal_values, write_differently, return_whole_values
+    last = compare_equal_values, copy_bases, write_differently, return_whole_values
     return {
         "joint_custom_pre_pass": Mend(*first),
         "post_grad_custom_post_pass": Mend(*last),
@@ -187,16 +187,49 @@ def compare_equal_values(graph: Graph) -> None:
         if node.target in _COMPARISONS:
             operands = [_views(each)[-1] for each in node.all_input_nodes]
             pairs += itertools.permutations(operands, 2)
+    if not pairs:
+        return
+    alike = _alike(graph)
     # the bits of those that a node is computed of: a set for each comparison would take a time that
     # grows with the square of the graph
-    bits = {one: 1 << k for k, one in enumerate(dict(pairs))}
+    bits = {one: 1 << k for k, one in enumerate({alike[one]: None for one, _ in pairs})}
     above = dict[Node, int]()
-    for node in graph.nodes if pairs else ():
-        inputs = [above[each] | bits.get(each, 0) for each in node.all_input_nodes]
+    for node in graph.nodes:
+        inputs = [above[each] | bits.get(alike[each], 0) for each in node.all_input_nodes]
         above[node] = functools.reduce(operator.or_, inputs, 0)
     for one, other in pairs:
-        if above[other] & bits[one]:
-            one.meta[_STORED] = True
+        if above[other] & bits[alike[one]]:
+            alike[one].meta[_STORED] = True
+    for node, first in alike.items():
+        if node is not first and _STORED in first.meta:
+            # results stay apart
+            node.replace_all_uses_with(first, delete_user_cb=lambda user: not _may_return(user))
+
+
+def _alike(graph: Graph) -> dict[Node, Node]:
+    """Each node -> the first one that computes the same."""
+    found, known = dict[Node, Node](), dict[str, Node]()
+    for node in graph.nodes:
+        found[node] = node
+        if node.target is operator.getitem or _is_pure(node.target):
+            given = torch.fx.map_arg((node.args, node.kwargs), found.__getitem__)
+            found[node] = known.setdefault(str((node.target, given)), node)
+        elif node.op == "call_function":  # it may write
+            known.clear()
+    return found
+
+
+def _is_pure(target: Any) -> bool:
+    return (
+        getattr(target, "namespace", "") in ("aten", "prims")
+        and not target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in target.tags
+    )
+
+
+def _may_return(node: Node) -> bool:
+    """Whether a node returns what it is given, or a view of it."""
+    return node.op == "output" or getattr(node.target, "is_view", False)
 
 
 def _decides(node: Node) -> bool:
@@ -297,7 +330,7 @@ def _exact_remainder(graph: Graph, node: Node) -> None:
 
 
 def _exact_floor(graph: Graph, node: Node) -> None:
-    """1 // 0.1 is 9, as in Python; but 1 / 0.1 is rounded up to 10.  A 0 has the sign of 1 / 0.1."""
+    """1 // 0.1 is 9, as in Python; but 1 / 0.1 is rounded up to 10."""
     if node.kwargs.get("rounding_mode") != "floor" or not node.meta["val"].is_floating_point():
         return
     a, b, rest, differ = _divided(graph, node)
@@ -305,7 +338,7 @@ def _exact_floor(graph: Graph, node: Node) -> None:
     down = call(graph, _aten.sub.Tensor, whole, 1)
     near = call(graph, _aten.round.default, call(graph, _aten.where.self, differ, down, whole))
     plain = call(graph, _aten.div.Tensor, a, b)
-    signed = call(graph, _aten.copysign.Tensor, near, plain)
+    signed = call(graph, _aten.copysign.Tensor, near, plain)  # if it is 0
     by_zero = call(graph, _aten.eq.Scalar, b, 0)
     _replace(graph, node, call(graph, _aten.where.self, by_zero, plain, signed))
 
