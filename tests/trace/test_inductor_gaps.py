@@ -211,6 +211,14 @@ def test_what_is_compared_is_the_same_number_in_every_loop():
             torch.testing.assert_close(mine[k].cpu(), right, **tolerances)
 
 
+def test_numbers_of_few_bits_are_rounded_before_more_bits_decide():
+    decided = lambda x: ((x.bfloat16() * 1.3).frac(), (x.half() * 3.3).double().floor())  # noqa: E731
+    rows = torch.randn(2, 21, 37, generator=torch.Generator().manual_seed(1)) * 9
+    results = tp.pmap(decided, axis_name="i", fullgraph=True)(rows)
+    for mine, right in zip(results, decided(rows), strict=True):
+        assert torch.equal(mine.cpu(), right)
+
+
 def parts(x):
     """Of branches and bodies, which return them."""
     yes, low = x[0, 0] > 0, x[:2]

@@ -236,12 +236,15 @@ def _decides(node: Node) -> bool:
     """Whether a last bit of numbers that have few can change the result by far, or is all that the
     result tells, as in ``x - x.bfloat16().float()``.
     """
-    few = [x for x in node.all_input_nodes if _dtype(x) in _FEW_BITS]
+    given = node.all_input_nodes
+    casts = [x for x in given if x.target is _CAST]  # torch itself widens some operands
+    has_few = any(_dtype(x) in _FEW_BITS for x in (*given, *(x.all_input_nodes[0] for x in casts)))
     dtype = _dtype(node)
     is_other = dtype is not None and not dtype.is_floating_point
     # a sign stays, as in the derivative of ReLU
     jumps = (is_other and node.args[1:] != (0,)) or node.target in _JUMPS
-    return bool(few) and (jumps or (node.target is _CAST and few[0].target is _CAST))
+    is_lost = node.target is _CAST and bool(casts) and _dtype(casts[0]) in _FEW_BITS
+    return (has_few and jumps) or is_lost
 
 
 def _round(node: Node) -> None:
@@ -347,11 +350,11 @@ def _divided(graph: Graph, node: Node) -> tuple[Node, Node, Node, Node]:
     """Dividend, divisor, what C's ``fmod`` leaves, and whether that is on the other side of 0 than
     the divisor.
     """
-    value, found = node.meta["val"], []
+    value, found = node.meta["val"], list[Node]()
     has_few_bits = value.dtype in _FEW_BITS
     for x in node.args[:2]:
         # plain torch does not round a divisor that is one number, but for a remainder
-        is_exact = has_few_bits and found and "rounding_mode" in node.kwargs and _is_number(x)
+        is_exact = has_few_bits and bool(found) and "rounding_mode" in node.kwargs and _is_number(x)
         dtype = torch.float32 if is_exact else value.dtype
         if isinstance(x, Node):
             found.append(x if _dtype(x) == dtype else call(graph, _CAST, x, dtype))
