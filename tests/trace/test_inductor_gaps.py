@@ -149,6 +149,10 @@ def numbers(x):
             b.squeeze(2).repeat(1, 4),
         )  # so many that there are vectors
         yield from (a % b, a // b, a % 3, a // -0.7, 7 % b, (a * 10).int().clamp(-99, 99) % 0.3)
+    for y in (x[:8, 0] * 9).bfloat16(), (x[:8, 0] * 9).half():
+        yield from (y // 0.1, y // torch.tensor(0.1))
+    a = torch.tensor([1, -1, 0, -0.0]) * x[0, 0].abs()
+    yield from (1 / (a // -3), 1 / (a // 7))  # the sign of 0
     for dtype in torch.uint8, torch.int8:
         for y in BYTES.to(dtype) + x[0, 0].to(dtype) * 0, -BYTES.to(dtype) + x[0, 0].to(dtype) * 0:
             yield from (y.min(), y.max(), y.argmin(), y.argmax(), *y.aminmax())
@@ -190,6 +194,10 @@ def slopes(x):
         yield (x.to(dtype) * 1.125).max(0).indices
     for computed in COMPUTED["atan2"], lambda x: x.erf() * x:
         yield grad(lambda x: computed(x).amax(1).sum())(x[:3, :5])  # noqa: B023
+        twice = lambda x: computed(x) % 0.1  # noqa: B023, E731
+        for y in x, x[:3, :5]:
+            yield (computed(y) == computed(y).amax(1, True)).float()
+            yield (twice(y) == twice(y).amax(1, True)).float()
     yield x - x.bfloat16().float()
     yield (x * 3).half().double() - (x * 3).double()
 
@@ -201,6 +209,14 @@ def test_what_is_compared_is_the_same_number_in_every_loop():
         for mine, right in zip(results, slopes(row), strict=True):
             tolerances = {"rtol": 0.02, "atol": 0.02} if right.dtype == torch.bfloat16 else {}
             torch.testing.assert_close(mine[k].cpu(), right, **tolerances)
+
+
+def test_numbers_of_few_bits_are_rounded_before_more_bits_decide():
+    decided = lambda x: ((x.bfloat16() * 1.3).frac(), (x.half() * 3.3).double().floor())  # noqa: E731
+    rows = torch.randn(2, 21, 37, generator=torch.Generator().manual_seed(1)) * 9
+    results = tp.pmap(decided, axis_name="i", fullgraph=True)(rows)
+    for mine, right in zip(results, decided(rows), strict=True):
+        assert torch.equal(mine.cpu(), right)
 
 
 def parts(x):

@@ -73,7 +73,7 @@ def mending_passes() -> dict[str, Any]:
             return get_hash_for_files((__file__,))
 
     first = keep_nan, return_whole_values
-    last = copy_bases, compare_equal_values, write_differently, return_whole_values
+    last = compare_equal_values, copy_bases, write_differently, return_whole_values
     return {
         "joint_custom_pre_pass": Mend(*first),
         "post_grad_custom_post_pass": Mend(*last),
@@ -180,26 +180,71 @@ _STORED = "inductor_realize_to_strides"
 
 def compare_equal_values(graph: Graph) -> None:
     """Let what is compared be the same number wherever it is used."""
+    pairs = list[tuple[Node, Node]]()
     for node in graph.nodes:
         if _decides(node):
             _round(node)
         if node.target in _COMPARISONS:
             operands = [_views(each)[-1] for each in node.all_input_nodes]
-            for one, other in itertools.permutations(operands, 2):
-                if one in _ancestors(other):
-                    one.meta[_STORED] = True
+            pairs += itertools.permutations(operands, 2)
+    if not pairs:
+        return
+    alike = _alike(graph)
+    # the bits of those that a node is computed of: a set for each comparison would take a time that
+    # grows with the square of the graph
+    bits = {one: 1 << k for k, one in enumerate({alike[one]: None for one, _ in pairs})}
+    above = dict[Node, int]()
+    for node in graph.nodes:
+        inputs = [above[each] | bits.get(alike[each], 0) for each in node.all_input_nodes]
+        above[node] = functools.reduce(operator.or_, inputs, 0)
+    for one, other in pairs:
+        if above[other] & bits[alike[one]]:
+            alike[one].meta[_STORED] = True
+    for node, first in alike.items():
+        if node is not first and _STORED in first.meta:
+            # results stay apart
+            node.replace_all_uses_with(first, delete_user_cb=lambda user: not _may_return(user))
+
+
+def _alike(graph: Graph) -> dict[Node, Node]:
+    """Each node -> the first one that computes the same."""
+    found, known = dict[Node, Node](), dict[str, Node]()
+    for node in graph.nodes:
+        found[node] = node
+        if node.target is operator.getitem or _is_pure(node.target):
+            given = torch.fx.map_arg((node.args, node.kwargs), found.__getitem__)
+            found[node] = known.setdefault(str((node.target, given)), node)
+        elif node.op == "call_function":  # it may write
+            known.clear()
+    return found
+
+
+def _is_pure(target: Any) -> bool:
+    return (
+        getattr(target, "namespace", "") in ("aten", "prims")
+        and not target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in target.tags
+    )
+
+
+def _may_return(node: Node) -> bool:
+    """Whether a node returns what it is given, or a view of it."""
+    return node.op == "output" or getattr(node.target, "is_view", False)
 
 
 def _decides(node: Node) -> bool:
     """Whether a last bit of numbers that have few can change the result by far, or is all that the
     result tells, as in ``x - x.bfloat16().float()``.
     """
-    few = [x for x in node.all_input_nodes if _dtype(x) in _FEW_BITS]
+    given = node.all_input_nodes
+    casts = [x for x in given if x.target is _CAST]  # torch itself widens some operands
+    has_few = any(_dtype(x) in _FEW_BITS for x in (*given, *(x.all_input_nodes[0] for x in casts)))
     dtype = _dtype(node)
     is_other = dtype is not None and not dtype.is_floating_point
     # a sign stays, as in the derivative of ReLU
     jumps = (is_other and node.args[1:] != (0,)) or node.target in _JUMPS
-    return bool(few) and (jumps or (node.target is _CAST and few[0].target is _CAST))
+    is_lost = node.target is _CAST and bool(casts) and _dtype(casts[0]) in _FEW_BITS
+    return (has_few and jumps) or is_lost
 
 
 def _round(node: Node) -> None:
@@ -225,15 +270,6 @@ _JUMPS = {
     *(_aten.remainder.Tensor, _aten.remainder.Scalar, _aten.remainder.Scalar_Tensor),
     *(_aten.fmod.Tensor, _aten.fmod.Scalar, _aten.div.Tensor_mode, _aten.div.Scalar_mode),
 }
-
-
-def _ancestors(node: Node) -> set[Node]:
-    found, waiting = set[Node](), [node]
-    while waiting:
-        new = set(waiting.pop().all_input_nodes) - found
-        found |= new
-        waiting += new
-    return found
 
 
 def _dtype(node: Node) -> torch.dtype | None:
@@ -305,24 +341,29 @@ def _exact_floor(graph: Graph, node: Node) -> None:
     down = call(graph, _aten.sub.Tensor, whole, 1)
     near = call(graph, _aten.round.default, call(graph, _aten.where.self, differ, down, whole))
     plain = call(graph, _aten.div.Tensor, a, b)
+    signed = call(graph, _aten.copysign.Tensor, near, plain)  # if it is 0
     by_zero = call(graph, _aten.eq.Scalar, b, 0)
-    _replace(graph, node, call(graph, _aten.where.self, by_zero, plain, near))
+    _replace(graph, node, call(graph, _aten.where.self, by_zero, plain, signed))
 
 
 def _divided(graph: Graph, node: Node) -> tuple[Node, Node, Node, Node]:
     """Dividend, divisor, what C's ``fmod`` leaves, and whether that is on the other side of 0 than
     the divisor.
     """
-    value, found = node.meta["val"], []
+    value, found = node.meta["val"], list[Node]()
+    has_few_bits = value.dtype in _FEW_BITS
     for x in node.args[:2]:
+        # plain torch does not round a divisor that is one number, but for a remainder
+        is_exact = has_few_bits and bool(found) and "rounding_mode" in node.kwargs and _is_number(x)
+        dtype = torch.float32 if is_exact else value.dtype
         if isinstance(x, Node):
-            found.append(x if _dtype(x) == value.dtype else call(graph, _CAST, x, value.dtype))
+            found.append(x if _dtype(x) == dtype else call(graph, _CAST, x, dtype))
         else:
-            kind = {"dtype": value.dtype, "device": value.device}
-            number = torch.tensor(x, dtype=value.dtype).item()
+            kind = {"dtype": dtype, "device": value.device}
+            number = torch.tensor(x, dtype=dtype).item()
             found.append(graph.call_function(_aten.full.default, ([], number), kind))
-            found[-1].meta["val"] = value.new_full((), number)
-    if value.dtype in _FEW_BITS:
+            found[-1].meta["val"] = value.new_full((), number, dtype=dtype)
+    if has_few_bits:
         found = [call(graph, _CAST, x, torch.float32) for x in found]
         for x in found:
             x.meta[_ROUNDED] = True
@@ -332,6 +373,12 @@ def _divided(graph: Graph, node: Node) -> tuple[Node, Node, Node, Node]:
     differ = call(graph, _aten.bitwise_xor.Tensor, *signs)
     is_some = call(graph, _aten.ne.Scalar, rest, 0)
     return a, b, rest, call(graph, _aten.bitwise_and.Tensor, differ, is_some)
+
+
+def _is_number(x: Any) -> bool:
+    if not isinstance(x, Node):
+        return True
+    return x.meta["val"].ndim == 0 and x.meta["val"].device.type == "cpu"
 
 
 def _replace(graph: Graph, node: Node, found: Node) -> None:
