@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import compress, repeat
 from typing import Any
 
 import numpy as np
@@ -157,9 +156,10 @@ def _living(owner: PoolRuntime) -> list[Any]:
         gc.collect()  # what is frozen again must not be garbage
         gc.unfreeze()
     try:
-        everything = gc.get_objects()  # millions, perhaps: no bytecode runs for each
-        is_sharded = map(issubclass, map(type, everything), repeat(ShardedTensor))
-        found: list[Any] = [*compress(everything, is_sharded)]
+        # Not get_objects: it also gives tuples that other threads are making, which these then
+        # cannot (SystemError, https://bugs.python.org/issue15108).  An object refers to its class.
+        users = gc.get_referrers(*_with_subclasses(ShardedTensor))
+        found: list[Any] = [x for x in users if issubclass(type(x), ShardedTensor)]
     finally:
         if is_frozen:
             gc.freeze()
@@ -167,6 +167,12 @@ def _living(owner: PoolRuntime) -> list[Any]:
     return [
         x for x, y in zip(found, handles, strict=True) if y is not None and y.team.runtime is owner
     ]
+
+
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    for each in type.__subclasses__(kind):
+        yield from _with_subclasses(each)
 
 
 def _carried(layout: Layout, handle: Handle, where: Layout, new: PoolRuntime) -> Handle:
