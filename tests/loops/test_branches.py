@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from _everywhere import GRAPH, same_everywhere
+from _support import WAYS
 from torch.func import vmap
 
 import torchpmap as tp
@@ -80,3 +81,14 @@ def test_branches_are_not_kept():
     del big
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_row_takes_one_way(way):
+    compile, around = WAYS[way]
+
+    def f(x):
+        return tp.cond(x > 0, lambda x: tp.psum(x, "i"), lambda x: -x, x)
+
+    with around():
+        assert tp.pmap(f, "i", compile=compile)(torch.tensor([2.0])).tolist() == [2.0]

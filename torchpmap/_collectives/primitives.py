@@ -421,7 +421,7 @@ def along_axis(
     ``replicates``: ``along`` gives one result for all rows instead of rows.  ``is_sent``: whether
     all rows must get here.
     """
-    if is_sent:
+    if is_sent and size > 1:
         axis_stack.check_together(depth() + 1)  # rules run one level below the vmap
     rows = [
         x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
