@@ -215,7 +215,9 @@ def test_stacks_of_a_call_that_does_not_end(tmp_path):
         gate.touch()
     assert ended.result() == [1, 1]
     assert list(tp.debug.stacks()) == tp.devices()
-    assert all(text.startswith("waits for a command") for text in tp.debug.stacks().values())
+    assert wait_for(
+        lambda: all(x.startswith("waits for a command") for x in tp.debug.stacks().values())
+    )
     os.kill(worker_pids(2)[1], signal.SIGSTOP)
     assert wait_for(lambda: "is stopped" in tp.debug.stacks()[tp.devices()[1]])
     tp.shutdown()

@@ -446,7 +446,9 @@ class _Worker:
         """Say what the main thread does (control thread)."""
         seq, doing = self.running, self.doing
         if not seq and self.completion is not None and self.completion.current is not None:
-            seq, doing, *_ = self.completion.current
+            current = self.completion.current
+            if current.seq > self.completion.done:
+                seq, doing = current.seq, current.doing
         answer(self.stacks, seq, doing, self.groups.waits())
 
     def in_forked_child(self) -> None:
