@@ -7,11 +7,13 @@ data; a mapped call that gets a global view works on all rows, as with one contr
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torchpmap._base.boundary import boundary
+from torchpmap._base.devices import Device
 from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Tree, flatten
 from torchpmap._layout.current_mesh import current_mesh
@@ -22,6 +24,7 @@ from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import (
+    EQUAL,
     check_equal_everywhere,
     check_kinds_everywhere,
     fetch_blocks,
@@ -267,3 +270,15 @@ def _insist_on_processes(what: str) -> None:
             f"{what}: a DTensor needs one process per device, but this process drives all devices "
             "itself. Start the script with torchrun."
         )
+
+
+def check_host_values(
+    named: Mapping[str, Any], devices: Sequence[Device], remedy: str = EQUAL
+) -> None:
+    """Raise ``ValueError`` unless the processes of these devices give the same host values; what is
+    on the devices already is not compared.
+    """
+    own = {name: x for name, x in named.items() if x is not None and type(x) is not ShardedTensor}
+    if own and len({device.process_index for device in devices}) > 1:
+        values = {name: host_tensor(x) for name, x in own.items()}
+        check_equal_everywhere(values, [device.id for device in devices], remedy)

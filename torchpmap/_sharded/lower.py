@@ -35,7 +35,7 @@ from torchpmap._sharded.trial import tried
 from torchpmap._sharded.unforeseen import has_unforeseen_results, is_random, name_of
 
 _aten = torch.ops.aten
-_EXPANDED = ("mean", "nansum", "select", "slice", "sum")
+_SMALLER = ("mean", "nansum", "select", "slice", "sum")
 _ids = itertools.count(-1, -1)  # negative, unlike those of mapped functions
 
 
@@ -239,7 +239,7 @@ def _emitted(
         trial=trial,
         moved=moved,
         written=trial.written,
-        reduces=name_of(trial.func) in _EXPANDED and layouts[0] is not None,
+        reduces=name_of(trial.func) in _SMALLER and layouts[0] is not None,
         checks_numbers=None in inputs and trial.has_integers,
         keeps_order=facts_of(trial.func).keeps_order and not trial.written,
     )

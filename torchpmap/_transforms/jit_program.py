@@ -24,9 +24,10 @@ from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import constrained, wishes
 from torchpmap._sharded.gather_report import tell_of_gather
+from torchpmap._sharded.global_view import check_host_values
 from torchpmap._sharded.spread import NotOnBlocks
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded
-from torchpmap._sharded.transfer import check_equal_everywhere, gather
+from torchpmap._sharded.transfer import gather
 from torchpmap._sharded.views import is_linked, linked, write
 from torchpmap._trace.capture import is_real
 from torchpmap._trace.compile import parse_compile
@@ -220,18 +221,11 @@ class Program:
         """Raise if processes give different host values: their copies of the results would differ.
         Once for each kind of call, as it waits for all of them.
         """
-        if len({device.process_index for device in devices}) == 1:
-            return
         pairs = zip(call.structure.paths("argument"), call.leaves, strict=True)
         paths = [path for path, leaf in pairs if isinstance(leaf, torch.Tensor)]
         given = [each.given(call.tensors, paths) for each in self._inputs]
-        own = {
-            f"{prefix}: {name} (input {k})": value
-            for k, (name, value) in enumerate(given)
-            if isinstance(value, torch.Tensor) and type(value) is not ShardedTensor
-        }
-        if own:
-            check_equal_everywhere(own, [device.id for device in devices], _EQUAL)
+        named = {f"{prefix}: {name} (input {k})": x for k, (name, x) in enumerate(given)}
+        check_host_values(named, devices, _EQUAL)
 
     @property
     def has_effects(self) -> bool:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 from torchpmap._base.boundary import boundary
+from torchpmap._base.devices import Device
 from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_internals import innermost, outside_transforms
 from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.mesh import Mesh, PartitionSpec
 from torchpmap._runtime.current import check_devices
-from torchpmap._sharded.tensor import ShardedTensor
-from torchpmap._sharded.transfer import check_equal_everywhere, host_tensor
+from torchpmap._sharded.global_view import check_host_values
 from torchpmap._trace.block_program import BlockProgram, surrounding
 from torchpmap._transforms.inline import run_here, run_inline
 from torchpmap._transforms.mapped import Mapped, map_with
@@ -71,23 +71,22 @@ class BlockPreparation(Preparation[BlockArguments]):
             grid.layout(*shape_and_dtype(leaf), cut or ())
             for leaf, cut in zip(leaves, call.travelling(call.cuts), strict=True)
         )
-        if len({device.process_index for device in devices}) > 1:
-            self._check_equal(call)
+        self._check_equal(call, devices)
         return Decided(self.whole_program(call), grid, layouts, call.cuts)
 
-    def _check_equal(self, call: BlockArguments) -> None:
+    def _check_equal(self, call: BlockArguments, devices: Sequence[Device]) -> None:
         """Raise if processes pass different host values; once for each kind of call, as it waits
         for all of them.
         """
         pairs = zip(call.travelling(call.paths), call.travelling(call.leaves), strict=True)
         with outside_transforms():
-            own = {
-                f"{self.options.prefix}: argument {path}": host_tensor(innermost(leaf))
-                for path, leaf in pairs
-                if type(innermost(leaf)) is not ShardedTensor
-            }
-            if own:
-                check_equal_everywhere(own)
+            check_host_values(
+                {
+                    f"{self.options.prefix}: argument {path}": innermost(leaf)
+                    for path, leaf in pairs
+                },
+                devices,
+            )
 
 
 class ShardMapped(Mapped[_P, _R]):
