@@ -94,7 +94,7 @@ def run_program(
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=limit_s,
+        timeout=limit_s * SCALE,
     )
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done

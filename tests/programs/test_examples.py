@@ -29,7 +29,7 @@ import ppo
 import ring_attention
 import wave_equation
 
-pytestmark = pytest.mark.timeout(250)  # a program runs twice in some tests
+pytestmark = pytest.mark.timeout(600)  # a program runs twice in some tests
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,7 +100,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_hello_pmap_runs_where_there_is_one_gpu(monkeypatch):
     monkeypatch.delenv("TORCHPMAP_DEVICE_TYPE")
     hello = str(EXAMPLES / "hello_pmap.py")

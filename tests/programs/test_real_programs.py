@@ -26,7 +26,7 @@ from real import helium_torch, imagenet_torch, inputs, score_sde_torch
 
 import torchpmap as tp
 
-pytestmark = pytest.mark.timeout(300)  # large programs, traced several times
+pytestmark = pytest.mark.timeout(600)  # large programs, traced several times
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "graph": {"compile": EAGER},
