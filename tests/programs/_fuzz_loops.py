@@ -7,7 +7,7 @@ import torch
 from _fuzz_draft import Collectives, Draft, is_of_kind
 from _fuzz_models import Grid, Rows, count, cut, spread
 from _fuzz_operations import ASSOCIATIVE, WRITES
-from _fuzz_programs import Blocks, Body, Local, Loop, Spec, used
+from _fuzz_programs import Blocks, Body, Local, Loop, Spec, bodies, used
 
 KINDS = (
     *("scan", "scan", "scan", "map", "fori_loop", "while_loop"),
@@ -188,19 +188,29 @@ class Loops(Collectives):
         **more: Any,
     ) -> bool:
         """Add the loop of these bodies: each as it was drafted, its parameters and its results."""
-        bodies = []
+        found = []
         for inner, params, results in parts:
             known = [name for name in results if name is not None]
             if len(known) < len(results) or not known or not args:
                 return False
-            bodies.append(Body(tuple(params), tuple(inner.steps), tuple(known)))
-        outs = tuple(self.name("v") for _ in bodies[0].results)
+            found.append(Body(tuple(params), tuple(inner.steps), tuple(known)))
+            if self._differs_later(found[-1], args, carries):
+                return False
+        outs = tuple(self.name("v") for _ in found[0].results)
         option = {"scan": "reverse=True", "associative_scan": "reverse=True", "map": "batch_size=2"}
         chosen = option.get(kind, "") if self._rng.random() < 0.3 else ""
         step = Loop(
-            outs, kind, self.name("f"), tuple(bodies), tuple(args), carries, option=chosen, **more
+            outs, kind, self.name("f"), tuple(found), tuple(args), carries, option=chosen, **more
         )
         return self.add(draft, step)
+
+    def _differs_later(self, body: Body, args: Sequence[str], carries: int) -> bool:
+        """Whether a choice in a body is made with collectives, and may be another on each device in
+        a later step, as what is carried then varies along more axes.
+        """
+        chooses = any(isinstance(s, Loop) and s.by for each in bodies(body) for s in each.steps)
+        pairs = zip(body.results[:carries], args, strict=False)
+        return chooses and any(self.varying([new]) - self.varying([old]) for new, old in pairs)
 
 
 class Shards(Loops):
