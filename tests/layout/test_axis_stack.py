@@ -29,11 +29,12 @@ def test_axes_are_bound_per_thread():
         assert in_threads(1, lambda _: len(axis_stack.bound())) == [0]
 
 
-def test_recording_collects_nests_and_hears_other_threads():
+def test_recording_nests_and_hears_other_threads():
+    outer, inner = [], []
     axis_stack.record(("no call", "listens"))
-    with axis_stack.recording() as outer:
+    with axis_stack.recording(outer.append):
         axis_stack.record(("a",))
-        with axis_stack.recording() as inner:
+        with axis_stack.recording(inner.append):
             axis_stack.record(("b",))
         axis_stack.record(("c",))
         in_threads(1, lambda _: axis_stack.record(("backward",)))

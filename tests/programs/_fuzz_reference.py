@@ -206,7 +206,9 @@ class Reference:
         )
         stacked = []
         results = self.body(step.body, {**env, **params}, inner)
-        for axis, rows in zip(step.out_axes, results, strict=True):
+        for axis, name, rows in zip(step.out_axes, step.body.results, results, strict=True):
+            if axis is None and step.transform == "vmap" and len(grid) in self.varying([name]):
+                raise ValueError("rows that may differ, if there are several, have an axis")
             parts = [rows[k : k + size] for k in range(0, len(rows), size)]
             stacked.append([copied(p) if axis is None else torch.stack(p, axis) for p in parts])
         found = [self.varying([name]) - {len(grid)} for name in step.body.results]

@@ -17,6 +17,7 @@ from _fuzz_programs import (
     Body,
     Collective,
     Derivative,
+    Input,
     Local,
     Loop,
     Map,
@@ -24,7 +25,7 @@ from _fuzz_programs import (
     Step,
     bodies,
 )
-from _fuzz_reference import LOOPS
+from _fuzz_reference import LOOPS, expectation
 from _fuzz_shrink import shrink
 from _fuzz_source import source
 from _support import TEST_ALL, mostly_long
@@ -98,6 +99,16 @@ def test_same_seed_same_program() -> None:
     again, _ = generated.__wrapped__("same")  # without the memory of programs that were made
     assert again == generate("same")
     assert source(generate("same")) != source(generate("other"))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_that_may_differ_need_an_axis(size: int) -> None:
+    """As in JAX, also if there is only one."""
+    copy = Body(("row",), (Local(("y",), "row * 1", ("row",)),), ("y",))
+    for axis in (0, None):
+        step = Map(("z",), "vmap", "f", None, copy, ("x",), (0,), (axis,))
+        program = Program((Input("x", 1, (size,), "float32"),), Body(("x",), (step,), ("z",)))
+        assert (expectation(program) is None) == (axis is None)
 
 
 @pytest.mark.long

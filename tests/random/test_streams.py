@@ -357,3 +357,29 @@ def test_vmap_from_outside_says_whether_rows_differ(mode):
     assert torch.equal(same, same[:1].expand(3, 4))
     with pytest.raises(RuntimeError, match="randomness error mode"):
         torch.func.vmap(f)(batch)
+
+
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("around", [tp.vmap, torch.func.vmap])
+def test_a_vmap_around_a_call_draws_the_same_numbers_everywhere(around, randomness):
+    """With "different", those of one call after the other."""
+
+    def draw(x):
+        total, _ = tp.scan(lambda c, _: (c + torch.rand(()), None), x, None, length=2)
+        return total + torch.vmap(lambda x: x + torch.rand(()), randomness="different")(x[None])
+
+    def rows(compile):
+        torch.manual_seed(3)
+        f = tp.pmap(draw, compile=compile)
+        return around(lambda x: f(x), randomness=randomness)(torch.zeros(3, 8)), torch.rand(1)
+
+    torch.manual_seed(3)
+    calls = torch.stack([tp.pmap(draw, compile=EAGER)(torch.zeros(8)).cpu() for _ in range(3)])
+    expected = calls if randomness == "different" else calls[:1].expand(3, 8, 1)
+    after = torch.rand(1)
+    for compile in (EAGER, False):
+        torch.testing.assert_close(rows(compile)[0].cpu(), expected)
+    with tp.debug.fake_pmap():
+        found, next_number = rows(EAGER)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(next_number, after) == (randomness == "different")

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from _support import LAGS, TRACED, live_tensors
+from _support import EAGER, LAGS, TRACED, live_tensors
 
 import torchpmap as tp
 
@@ -41,12 +41,17 @@ def held_in_the_call(compile, donate_argnums):
     return counts.tolist()
 
 
-@pytest.mark.parametrize("compile", [*TRACED, pytest.param(False, id="uncompiled")])
-def test_donated_values_are_gone_after_the_call(compile):
+WAYS = [pytest.param(each.values[0], False, id=each.id) for each in TRACED]
+WAYS += [pytest.param(False, False, id="uncompiled"), pytest.param(EAGER, True, id="lowered")]
+
+
+@pytest.mark.parametrize(("compile", "is_lowered"), WAYS)
+def test_donated_values_are_gone_after_the_call(compile, is_lowered):
     tp.init(NUM_DEVICES)
     for donate_argnums, held in ((0, 1), ((), 4)):
         step = tp.pmap(lambda x: x + 1, donate_argnums=donate_argnums, compile=compile)
         kept = [tp.device_put(torch.zeros(NUM_DEVICES, NUM_ELEMENTS), tp.devices())]
+        step = step.lower(kept[0]).compile() if is_lowered else step
         for _ in range(3):
             kept.append(step(kept[-1]))
         assert kept[-1][:, 0].tolist() == [3.0] * NUM_DEVICES
@@ -59,3 +64,14 @@ def test_donated_values_are_gone_after_the_call(compile):
 def test_a_donated_argument_is_freed_before_the_call_ends(compile):
     assert held_in_the_call(compile, donate_argnums=0) == [1, 1]
     assert held_in_the_call(compile, donate_argnums=()) == [2, 2]
+
+
+def test_a_compiled_call_takes_what_it_is_given_once():
+    tp.init(NUM_DEVICES)
+    x = tp.device_put(torch.zeros(NUM_DEVICES, 3), tp.devices())
+    call = tp.pmap(torch.add, donate_argnums=0, compile=EAGER).lower(x, x * 1).compile()
+    with pytest.raises(ValueError, match=r"args\[0\] is donated, but .* also argument args\[1\]"):
+        call(x, x)
+    assert call(x, torch.ones(NUM_DEVICES, 3)).sum().item() == 6
+    with pytest.raises(RuntimeError, match=r"deleted by pmap\(add.* which it was donated to"):
+        call(x, torch.ones(NUM_DEVICES, 3))

@@ -269,7 +269,7 @@ def _other_collectives(name, a, b):
     [
         ("in a branch", r"member 0: all_reduce.*\n.*1: the end of a br"),
         ("over the axis of the branch", r"member 0: all_reduce.*\n.*1: the end of a br"),
-        ("a branch of some", r"rank 0: a branch .*\n.*1: return"),
+        ("a branch of some", r"rank 2: all_reduce.*\n.*3: return"),
     ],
 )
 def test_devices_of_one_branch_that_run_other_collectives(name, told, monkeypatch):
@@ -325,6 +325,13 @@ def test_devices_of_one_branch_sum_over_another_axis(way):
     def count(w, a, b):
         return tp.while_loop(lambda c: tp.psum(c, "b") < 9, lambda c: c * tp.pmax(b[0], "b"), a[0])
 
+    def later(w, a, b):
+        def step(carry):
+            _, total, count = carry
+            return total, total + a[0], count + tp.psum(b[0], "b")
+
+        return tp.while_loop(lambda c: c[0] < 6, step, (0.0, 0.0, 0.0))[2]
+
     compile, around = WAYS[way]
     mesh, specs = tp.make_mesh((2, 2), ("a", "b")), (P(), P("a"), P("b"))
     given = W, torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
@@ -333,10 +340,38 @@ def test_devices_of_one_branch_sum_over_another_axis(way):
         (tp.grad(loss), P(), 7 + 2 * (2 * 2 * 7)),
         (tp.grad(tp.grad(loss)), P(), 2 * (2 * 7)),
         (lambda *xs: count(*xs)[None], P("a"), [16, 8]),
+        (lambda *xs: later(*xs)[None], P("a"), [7 * 7, 4 * 7]),
     ):
         call = tp.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out, compile=compile)
         with around():
             assert call(*given).tolist() == expected
+
+
+@pytest.mark.parametrize("compile", [EAGER, False])
+def test_a_branch_in_a_branch_sums_over_a_third_axis(compile, eight_devices):
+    def f(x):
+        total, least = lambda x: tp.psum(x, "c") + 0 * x, lambda x: x - tp.pmin(x, ("b", "c"))
+        branches = total, lambda x: -total(2 * x)
+        inner = functools.partial(tp.cond, tp.axis_index("b") > 0, *branches)
+        return tp.cond(tp.axis_index("a") > 0, inner, least, x)
+
+    mesh, spec = tp.make_mesh((2, 2, 2), ("a", "b", "c")), P("a", "b", "c")
+    call = tp.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, compile=compile)
+    expected = [[[0, 1], [2, 3]], [[-18, -18], [13, 13]]]
+    assert call(torch.arange(8.0).reshape(2, 2, 2)).tolist() == expected
+
+
+def test_without_a_trace_some_devices_may_reach_what_has_no_collectives():
+    def f(a, b):
+        if int(tp.axis_index("a")) == int(tp.axis_index("b")):
+            a = tp.cond(a[0] > 1, lambda a: a * 2, lambda a: a + 4, a)
+            a = tp.while_loop(lambda a: a[0] < 9, lambda a: a + 1, a)
+        return a[:, None] + b
+
+    mesh, specs = tp.make_mesh((2, 2), ("a", "b")), (P("a"), P("b"))
+    call = tp.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("a", "b"), compile=False)
+    given = torch.tensor([1.0, 7.0]), torch.tensor([10.0, 20.0])
+    assert call(*given).tolist() == [[19.0, 21.0], [17.0, 34.0]]
 
 
 def test_without_a_trace_a_branch_of_some_devices_takes_operands():

@@ -109,8 +109,7 @@ _parted: ContextVar[Mapping[int, str]] = ContextVar(
 )
 
 # Per process: autograd may run a backward pass, and so its collectives, on threads of its own.
-_recorder: list[CollectiveSignature] | None = None
-_before: Callable[[CollectiveSignature], None] | None = None
+_before: Callable[[CollectiveSignature], bool] | None = None
 
 
 @contextmanager
@@ -225,13 +224,11 @@ def _axis_of(line: MeshLine, name: Hashable) -> Axis:
     return Axis(name, size, index, ordered(partition), subgroup, line)
 
 
-@contextmanager
-def parting(levels: Iterable[int], name: str, part: Split | None = None) -> Iterator[None]:
+def parting(levels: Iterable[int], name: str) -> AbstractContextManager[None]:
     """Say that rows of the vmaps of these levels take different ways in the block, in a loop or
-    branch called ``name``: there a collective over such rows has no meaning.  ``part``: of devices.
+    branch called ``name``: there a collective over such rows has no meaning.
     """
-    with _parted_by({**_parted.get(), **dict.fromkeys(levels, name)}), entered(part):
-        yield
+    return _parted_by({**_parted.get(), **dict.fromkeys(levels, name)})
 
 
 def parts_at(level: int) -> str | None:
@@ -290,8 +287,6 @@ def record(signature: CollectiveSignature) -> None:
         _count.set(_count.get() + 1)
     if _before is not None:
         _before(signature)
-    if _recorder is not None:
-        _recorder.append(signature)
 
 
 ordinal = _count.get
@@ -305,6 +300,8 @@ class Split(NamedTuple):
     """Those along which they do."""
     group: str
     """That of the devices that take the same way."""
+    around: Split | None
+    """The part that this one is in."""
 
 
 split = _split.get
@@ -316,19 +313,26 @@ def split_again(around: Split | None) -> AbstractContextManager[None]:
 
 
 def split_by(axes: frozenset[Axis]) -> Split | None:
-    """The part in which devices along some axes take different ways; all devices must ask, which
-    they compare: one that asks alone would wait for ever inside.  None if no others go together, or
-    if they are in such a part: one inside may hold no collectives.
+    """The part in which devices along some axes take different ways.  None if no others go
+    together, if those of the part around do, or if not all of these ask, which they compare: one
+    that has a collective alone would wait for ever.
     """
-    if not axes or _split.get() is not None or fake_mode() is not None:
+    around = _split.get()
+    known = axes if around is None else axes | around.axes
+    if not axes or (around and known == around.axes) or fake_mode() is not None:
         return None
     bound = (axis for parts in _bound.get() for axis in parts if axis.group is not None)
-    others = joined([axis for axis in bound if axis.is_tracked and axis not in axes])
+    others = joined([axis for axis in bound if axis.is_tracked and axis not in known])
     group = others[0].group if len(others) == 1 else None
     if group is None:
         return None
-    record(("a branch or step that some devices take", "", group))
-    return Split(axes, group)
+    with assigned(_apart, around):
+        is_whole = _before is None or _before((PART, "", group))
+    return Split(known, group, around) if is_whole else None
+
+
+PART = "a branch or step that some devices take"
+"""What devices compare that come to a part: a part for itself for those that come alone."""
 
 
 @contextmanager
@@ -349,9 +353,10 @@ def over(axes: frozenset[Axis]) -> AbstractContextManager[None]:
     """A collective over some axes runs in the block; apart from devices that may be elsewhere, if
     it joins none of them.
     """
-    around = _split.get()
-    is_apart = around is not None and bool(axes) and around.axes.isdisjoint(axes)
-    return assigned(_apart, around if is_apart else None)
+    part = _split.get()
+    while part is not None and not (axes and part.axes.isdisjoint(axes)):
+        part = part.around
+    return assigned(_apart, part)
 
 
 apart = _apart.get
@@ -372,18 +377,15 @@ def purpose() -> str:
 
 
 @contextmanager
-def recording(
-    before: Callable[[CollectiveSignature], None] | None = None,
-) -> Iterator[list[CollectiveSignature]]:
-    """Collect the signatures of the collectives that run in the block; ``before`` gets each before
-    the collective runs.
+def recording(before: Callable[[CollectiveSignature], bool]) -> Iterator[None]:
+    """``before`` gets the signature of each collective in the block before it runs, and returns
+    whether all devices come to it: of a ``PART``, some may not.
     """
-    global _recorder, _before
-    outer = _recorder, _before
-    _recorder, _before = [], before
+    global _before
+    outer, _before = _before, before
     token = _count.set(0)  # earlier collectives may have failed on some ranks only
     try:
-        yield _recorder
+        yield
     finally:
-        _recorder, _before = outer
+        _before = outer
         _count.reset(token)

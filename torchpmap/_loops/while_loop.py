@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
@@ -218,35 +219,36 @@ def _run(name: str, test: Callable[..., Any], body: Callable[..., Any], init: An
 
 
 def _in_python(loop: _Loop, init: Parts) -> Tensors:
+    with contextlib.ExitStack() as parts:
+        return _steps(loop, init, parts)
+
+
+def _steps(loop: _Loop, init: Parts, parts: contextlib.ExitStack) -> Tensors:
+    """``parts``: those of the program in which devices take different numbers of steps."""
     around = Surroundings()
     carry = first_carry(init, loop.first, around)
     number = 0
     levels: frozenset[int] = frozenset()
-    part: axis_stack.Split | None = None
+    deciding: Axes = frozenset()
     went_on: torch.Tensor | None = None
     axes: list[Axes] = []
     while True:
         # rows that are done test no more
-        with axis_stack.parting(levels, loop.name, part), around.step(number):
+        with axis_stack.parting(levels, loop.name), around.step(number):
             goes_on, tested = loop.test(carry), around.draws()
         if levels and went_on is not None:  # a test that draws may be true once more
             goes_on = goes_on & went_on
-        deciding = axes_of(goes_on)
-        carry = [varied(x, deciding) for x in carry]
-        if not number:
-            part = axis_stack.split_by(deciding)
-        elif part is not None and part.axes != deciding:
-            part = None
+        carry = [varied(x, axes_of(goes_on)) for x in carry]
+        if not axes_of(goes_on) <= deciding:
+            deciding |= axes_of(goes_on)
+            parts.enter_context(axis_stack.entered(axis_stack.split_by(deciding)))
         if fake_mode() is None:
             if not bool(innermost(goes_on).any()):
                 break
         elif axes == (axes := list(map(axes_of, carry))):  # steps change nothing else
             break
         levels, went_on = batched_levels(goes_on), goes_on
-        with (
-            axis_stack.parting(levels, loop.name, part),
-            around.step(number, after=tested),
-        ):
+        with axis_stack.parting(levels, loop.name), around.step(number, after=tested):
             after = loop.body(carry)
         if levels:
             after = [torch.where(goes_on, new, old) for new, old in zip(after, carry, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,13 +84,16 @@ class Lowered(LoweredPlan):
         positions: Sequence[int],
         paths: Sequence[str],
         layouts: Sequence[Layout],
+        giving_up: Callable[[Sequence[Any]], Callable[[], None] | None],
     ) -> None:
+        """``giving_up``: what takes the donated ones of the leaves that travel from the caller."""
         super().__init__(plan, [f"compared in each call: {claim}" for claim in plan.checked])
         self._structure = structure
         self._positions = tuple(positions)
         self.in_layouts = dict(zip(paths, layouts, strict=True))
         self.out_layouts = plan.outputs[: len(plan.outputs) - plan.num_checks]
         self.compared = plan.checked
+        self._giving_up = giving_up
 
     @boundary
     def compile(self) -> Compiled:
@@ -119,10 +122,8 @@ class Compiled:
                 f"{structure}"
             )
         held = []
-        for position, (path, layout) in zip(
-            lowered._positions, lowered.in_layouts.items(), strict=True
-        ):
-            leaf = leaves[position]
+        leaves = [leaves[position] for position in lowered._positions]
+        for leaf, (path, layout) in zip(leaves, lowered.in_layouts.items(), strict=True):
             check_array(leaf, f"{self._plan.prefix}: argument {path}")
             value = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(for_torch(leaf))
             if tuple(value.shape) != layout.shape or value.dtype != layout.dtype:
@@ -133,5 +134,5 @@ class Compiled:
                     f"{kind_of(value.shape, value.dtype)}"
                 )
             held.append(handle_of(value, layout))
-        called = self._plan.call(held)
+        called = self._plan.call(held, None, lowered._giving_up(leaves))
         return called.tree([make_sharded(layout, handle) for layout, handle in called.outputs])

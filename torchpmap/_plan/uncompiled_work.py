@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -77,6 +78,7 @@ class UncompiledWork:
         program = replace(self.program, seed=key)
         agree = Agreement(program.name, rank.ranks, rank.group).check
 
+        @functools.cache
         def subgroup(partition: Partition) -> str:
             name = subgroup_name(rank.group, partition)
             agree(("groups", name))  # making groups waits for all devices

@@ -113,8 +113,10 @@ class Agreement:
         self._mismatch: str | None = None
         """An earlier mismatch: raised again at each check, as the function may catch the error."""
 
-    def check(self, signature: CollectiveSignature) -> None:
-        """Raise on all devices unless all are about to run the same collective."""
+    def check(self, signature: CollectiveSignature) -> bool:
+        """Raise on all devices unless all are about to run the same collective; those that come to
+        a ``PART`` alone get False instead, and the others wait for them.
+        """
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 f"{self._name}: a collective ran on a thread that the function has started. The "
@@ -122,7 +124,7 @@ class Agreement:
                 "collectives on the thread that the function is called on."
             )
         if len(self._ranks) == 1:
-            return
+            return True
         if self._mismatch is not None:
             raise CollectiveMismatch(self._mismatch)
         operation = " ".join(
@@ -130,19 +132,25 @@ class Agreement:
         )
         mine = Fingerprint(operation, str(signature[_GROUP:]), self._within)
         part, groups = axis_stack.split(), list[tuple[str, list[str]]]()
-        if part is not None:  # first with those that go together: one may have gone on
+        apart = axis_stack.apart()  # the devices that are not in it may be elsewhere
+        while part is not None:  # first with those that go together: one may have gone on
             size = group_named(part.group).size()
             groups.append((part.group, [f"member {k}" for k in range(size)]))
-        if axis_stack.apart() is None:  # else the others may be elsewhere
+            part = part.around if part is not apart else None
+        if apart is None:
             groups.append((self._group, [f"rank {k}" for k in self._ranks]))
         for group, names in groups:
-            if not is_equal(mine.digest(), len(names), group):
-                self._mismatch = self._told(mine, names, group)
-                raise CollectiveMismatch(self._mismatch)
+            while not is_equal(mine.digest(), len(names), group):
+                rows = gathered(str(mine).encode(), _ROW_BYTES, len(names), group)
+                texts = [row.decode(errors="replace").rstrip() for row in rows]
+                if not any(text.startswith(axis_stack.PART) for text in texts):
+                    self._mismatch = self._told(names, texts)
+                    raise CollectiveMismatch(self._mismatch)
+                if signature[0] == axis_stack.PART:
+                    return False
+        return True
 
-    def _told(self, mine: Fingerprint, names: Sequence[str], group: str) -> str:
-        rows = gathered(str(mine).encode(), _ROW_BYTES, len(names), group)
-        texts = [row.decode(errors="replace").rstrip() for row in rows]
+    def _told(self, names: Sequence[str], texts: Sequence[str]) -> str:
         table = "\n".join(f"  {name}: {text}" for name, text in zip(names, texts, strict=True))
         return (
             f"{self._name}: devices run different collectives, so the result would be wrong:\n"

@@ -14,7 +14,8 @@ and no ``.backward()``.  torch raises an error, to which ``_HINT`` adds what to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -64,15 +65,22 @@ def run_here(preparation: Preparation[_Call], call: _Call) -> Any:
     program = preparation.whole_program(call)
     # copies: the function may write to its arguments, and return views of them
     blocks = [_copied(leaf) for leaf in call.travelling(call.leaves)]
-    outcome = program.run(blocks, None) if are_active() else _run_with_key(program, blocks)
+    run = functools.partial(_run, blocks)
+    outcome = run(program) if are_active() else _with_key(program, run)
     for claim, check in zip(outcome.checked, outcome.checks, strict=True):
         text = not_replicated(program.prefix, claim, "{distance}", program.otherwise)
         check_equal(check, text)
     return outcome.returned
 
 
-def _run_with_key(program: Program, blocks: Sequence[torch.Tensor]) -> Outcome:
-    """Run with a key from torch's generator, which stays as it is if no number is drawn."""
+def _run(blocks: Sequence[torch.Tensor], program: Program) -> Outcome:
+    return program.run(blocks, None)
+
+
+def _with_key(program: Program, run: Callable[[Program], Outcome]) -> Outcome:
+    """Run with a key from torch's generator, one for each row of a vmap around the call; the
+    generator stays as it is if no number is drawn.
+    """
     before = torch.default_generator.get_state()
     forbidden: RuntimeError | None = None
     try:
@@ -81,11 +89,12 @@ def _run_with_key(program: Program, blocks: Sequence[torch.Tensor]) -> Outcome:
         forbidden = error
         with outside_transforms():
             key = peek_key()
-    outcome = replace(program, seed=key).run(blocks, None)
-    if not outcome.draws:
-        torch.default_generator.set_state(before)
-    elif forbidden is not None:
-        raise forbidden
+    torch.default_generator.set_state(before)
+    outcome = run(replace(program, seed=key))
+    if outcome.draws:
+        if forbidden is not None:
+            raise forbidden
+        draw_key()  # the next call gets another one
     return outcome
 
 
@@ -106,15 +115,15 @@ def _run_whole(program: Program, leaves: Sequence[Any]) -> Any:
     """Run a program on whole values; the results are plain tensors."""
     blocks = [_own(leaf) for leaf in leaves]
     generator = torch.default_generator.get_state()
-    with outside_transforms():  # a vmap around the call may forbid random numbers
-        program = replace(program, seed=peek_key())
-    outcome = (_one_by_one if serial() else _as_lanes)(program, blocks)
-    if not torch.equal(generator, torch.default_generator.get_state()):
-        torch.default_generator.set_state(generator)
-        raise NotImplementedError(no_stream(program.prefix))
-    if outcome.draws:
-        with outside_transforms():
-            draw_key()  # the next call gets another one
+
+    def run(program: Program) -> Outcome:
+        outcome = (_one_by_one if serial() else _as_lanes)(program, blocks)
+        if not torch.equal(generator, torch.default_generator.get_state()):
+            torch.default_generator.set_state(generator)
+            raise NotImplementedError(no_stream(program.prefix))
+        return outcome
+
+    outcome = _with_key(program, run)
     found = zip(outcome.checked, map(_largest, outcome.checks), strict=True)
     check_replicated(program.prefix, found, program.otherwise)
     return outcome.change_blocks(_result).returned
@@ -139,7 +148,7 @@ def _as_lanes(program: Program, blocks: Sequence[torch.Tensor]) -> Outcome:
 def _one_by_one(program: Program, values: Sequence[torch.Tensor]) -> Outcome:
     """Run every row, or the block of every device, one after the other."""
     prefix, part = program.prefix, program.part
-    if any(map(is_wrapped, values)):
+    if any(map(is_wrapped, (*values, program.seed))):
         raise NotImplementedError(_not_differentiable(prefix))
     of_one = program.of_one
 

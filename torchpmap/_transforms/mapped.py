@@ -297,9 +297,9 @@ class Mapped(Made, Generic[_P, _R]):
         if isinstance(prepared.plan, UncompiledPlan):
             prefix = self._options.prefix
             raise TraceError(f"{prefix}: it runs as Python code: there is no graph to show")
-        return Lowered(
-            prepared.plan, call.structure, prepared.positions, prepared.paths, prepared.layouts
-        )
+        given = prepared.positions, prepared.paths, prepared.layouts
+        giving_up = functools.partial(self._giving_up, prepared)
+        return Lowered(prepared.plan, call.structure, *given, giving_up)
 
     def _limit(self, runtime: Runtime) -> None:
         """Forget all if there is too much: statics and shapes that never repeat, for example."""
@@ -319,15 +319,14 @@ class Mapped(Made, Generic[_P, _R]):
         held: list[Handle]
         if len(leaves) != len(prepared.positions):
             leaves = [leaves[position] for position in prepared.positions]
-        if prepared.donated:
-            refuse_aliased_donation(self._options.prefix, prepared.paths, prepared.donated, leaves)
+        give_up = self._giving_up(prepared, leaves)
         if is_transformed() or (
             _is_grad_enabled() and (plan.requires_grad or any_requires_grad(*leaves))
         ):
             return self._run_differentiated(prepared, leaves)
         direct = prepared.direct
         if direct is None:
-            return self._run_checked(prepared, leaves)
+            return self._run_checked(prepared, leaves, give_up)
         if prepared.in_place:
             team = direct.team
             for leaf in leaves:
@@ -337,14 +336,15 @@ class Mapped(Made, Generic[_P, _R]):
             held = [leaf._handle for leaf in leaves]
         else:
             held = handles_of(leaves, prepared.layouts)
-        handles = direct.run(held, None, self._giving_up(prepared, leaves))
+        handles = direct.run(held, None, give_up)
         if prepared.is_lone:
             return make_sharded(direct.outputs[0], handles[0])
         return direct.tree(make_all(direct.outputs, handles))
 
-    def _run_checked(self, prepared: Prepared, leaves: list[Any]) -> Any:
+    def _run_checked(
+        self, prepared: Prepared, leaves: list[Any], give_up: Callable[[], None] | None
+    ) -> Any:
         """The call if the outputs need checks, or gradients of captured tensors may follow."""
-        give_up = self._giving_up(prepared, leaves)
         called = _called(prepared, leaves, give_up)
         if called.requires_grad and torch.is_grad_enabled():
             return self._run_differentiated(prepared, leaves, called)
@@ -373,10 +373,11 @@ class Mapped(Made, Generic[_P, _R]):
         results = call_differentiable(differentiable, leaves, done, instance)
         return (differentiable.plan.tree if done is None else done.tree)(results)
 
-    def _giving_up(self, prepared: Prepared, leaves: list[Any]) -> Callable[[], None] | None:
+    def _giving_up(self, prepared: Prepared, leaves: Sequence[Any]) -> Callable[[], None] | None:
         """What takes the donated arguments from the caller; None if there are none."""
         if not prepared.donated:
             return None
+        refuse_aliased_donation(self._options.prefix, prepared.paths, prepared.donated, leaves)
 
         def give_up() -> None:
             for position in prepared.donated:  # places among the leaves that travel

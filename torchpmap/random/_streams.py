@@ -189,13 +189,13 @@ class Streams(TorchFunctionMode):
         yield self._row, self._randomness
         yield from self.inside
         yield from ((step, "different") for step in self.steps)
-        yield from _vmapped_rows([self._row, *(row for row, _ in self.inside)])
+        yield from _vmapped_rows([self._row, *(row for row, _ in self.inside), self._key])
 
     def vmapped_rows(self) -> Iterator[torch.Tensor]:
         """The index along every vmap inside the mapped function whose rows draw different
         numbers.
         """
-        return _different(_vmapped_rows([self._row, *(row for row, _ in self.inside)]))
+        return _different(_vmapped_rows([self._row, *(row for row, _ in self.inside), self._key]))
 
 
 def _is_size(args: Sequence[Any]) -> bool:
@@ -238,7 +238,7 @@ def batched_key(key: torch.Tensor, info: Any) -> tuple[torch.Tensor, bool]:
 
 def _vmapped_rows(rows: list[torch.Tensor | None]) -> Iterator[tuple[torch.Tensor, str]]:
     """Index and randomness of every vmap inside the mapped function; ``rows``: indices along mapped
-    axes, whose own vmaps do not count.
+    axes and the key, whose own vmaps do not count.
     """
     # the body of a loop may see another tensor in the place of an index, which ``view`` finds
     given = [row.view(row.shape) for row in rows if row is not None]
