@@ -41,7 +41,7 @@ from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.executor import Executor
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition
 from torchpmap._runtime.task import Report, Task, Usage, Work, bytes_held
-from torchpmap._runtime.torchrun.calls import Calls, Defined, plain, plain_if_needed
+from torchpmap._runtime.torchrun.calls import Calls, Defined, plain
 from torchpmap._runtime.torchrun.failure import Failures
 from torchpmap._runtime.torchrun.place import (
     JobPlace,
@@ -331,7 +331,7 @@ class TorchrunRuntime:
         if watched is not None:
             self._launched[self._seq] = watched
         run = functools.partial(self._calls.run_later, plan, self._calls.history.of(plan.axis))
-        with self._platform.own_stream(), plain_if_needed():
+        with self._platform.own_stream(), plain():
             results = self._platform.launch(run, blocks, plan.compiled.outputs)
             completion.launched(self._seq, plan.name, communicates=plan.compiled.communicates)
         return results
