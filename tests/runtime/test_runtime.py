@@ -19,7 +19,6 @@ from _support import (
     in_threads,
     live_tensors,
     rss_bytes,
-    running_pool,
     stat,
     wait_for,
     worker_pids,

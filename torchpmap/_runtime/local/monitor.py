@@ -86,10 +86,10 @@ class Pending:
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def place(self, rank: int, length: int) -> memoryview:
-        """Where the caller wants the bytes of a rank."""
-        target = self.targets[rank]
-        if len(target) != length:
+    def place(self, rank: int, length: int) -> memoryview | None:
+        """Where the caller wants the answer of a rank; None if it does not say."""
+        target = self.targets.get(rank)
+        if target is not None and len(target) != length:
             raise wire.FrameError(f"{length} bytes of a value that has {len(target)}")
         return target
 
@@ -255,10 +255,9 @@ class Monitor:
         """The memory for the body of a large answer."""
         if length > wire.MAX_BODY:
             raise wire.FrameError(f"an answer of {length} bytes")
-        pending = self.pending.get(seq) if kind == wire.DATA else None
-        if pending is None:  # also an answer that came too late
-            return memoryview(bytearray(length))
-        return pending.place(worker.rank, length)
+        pending = self.pending.get(seq) if kind == wire.REPLY else None
+        place = None if pending is None else pending.place(worker.rank, length)
+        return memoryview(bytearray(length)) if place is None else place
 
     def _fail(self, worker: WorkerProcess, seq: int, length: int) -> None:
         """Report that there is no memory for an answer."""
@@ -285,15 +284,10 @@ class Monitor:
 
     def _answer(self, worker: WorkerProcess, kind: int, seq: int, body: memoryview) -> None:
         rank = worker.rank
-        if kind in (wire.DONE, wire.DATA, wire.REPLY):
+        if kind == wire.REPLY:
             pending = self.pending.get(seq)
-            if pending is not None and kind == wire.REPLY:
-                pending.replies[rank] = bytes(body)
-            elif pending is not None and kind == wire.DATA:
-                target = pending.place(rank, len(body))
-                if body and target is not body:  # else it was read there
-                    target[:] = body
-            self._complete(rank, seq)
+            if pending is not None:  # else it came too late
+                self._take(pending, rank, body)
         elif kind == wire.FAILED:
             self._on_event(Failed(rank, seq, *pickle.loads(body)))
         elif kind == wire.DRAINED:
@@ -303,13 +297,16 @@ class Monitor:
         else:
             raise wire.FrameError(f"unknown kind {kind}")
 
-    def _complete(self, rank: int, seq: int) -> None:
-        pending = self.pending.get(seq)
-        if pending is not None:
-            pending.missing.discard(rank)
-            done = not pending.missing and not pending.is_withheld
-            if done and self.pending.pop(seq, None) is not None:
-                pending.release(interrupted=False)
+    def _take(self, pending: Pending, rank: int, body: memoryview) -> None:
+        target = pending.place(rank, len(body))
+        if target is None:
+            pending.replies[rank] = bytes(body)
+        elif body and target is not body:  # else it was read there
+            target[:] = body
+        pending.missing.discard(rank)
+        done = not pending.missing and not pending.is_withheld
+        if done and self.pending.pop(pending.seq, None) is not None:
+            pending.release(interrupted=False)
 
     def withhold(self, seq: int) -> None:
         """Give no caller the answers to a command that is about to fail (any thread)."""

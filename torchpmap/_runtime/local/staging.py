@@ -33,7 +33,7 @@ from itertools import zip_longest
 import torch
 
 from torchpmap._runtime import wire
-from torchpmap._runtime.wire import place_frame, put_frame
+from torchpmap._runtime.wire import put_frame
 
 STAGED_BYTES = 1 << 18
 """Smaller blocks are copied through the socket, which is then as fast."""
@@ -447,7 +447,7 @@ def block_frames(
     packed, previous = None, None
     for block, region in zip_longest(blocks, regions):
         if region is not None:
-            frames.append((place_frame(seq, handle, block, region.offset), b""))
+            frames.append(put_frame(seq, handle, block, region.offset))
             continue
         if block is not previous or packed is None:
             packed, previous = put_frame(seq, handle, block), block
