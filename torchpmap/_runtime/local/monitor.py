@@ -156,10 +156,10 @@ class Monitor:
 
     def begin(self) -> None:
         """From now on call ``on_tick``."""
-        self._do(lambda: setattr(self, "_next_tick", 0.0))
+        self.soon(lambda: setattr(self, "_next_tick", 0.0))
 
     def watch(self, worker: WorkerProcess) -> None:
-        self._do(lambda: self._register(worker))
+        self.soon(lambda: self._register(worker))
 
     def forget(self, worker: WorkerProcess) -> bool:
         """Stop reading from a worker; returns whether its descriptors may be closed."""
@@ -169,13 +169,13 @@ class Monitor:
             self._unregister(worker)
             done.set()
 
-        self._do(unregister)
+        self.soon(unregister)
         return done.wait(_JOIN_S)
 
     def stop(self) -> bool:
         """Print what is left and end the thread; returns whether it has stopped reading."""
         self._stopped = True
-        self._do(lambda: None)
+        self.soon(lambda: None)
         if threading.current_thread() is self._thread:  # it has failed
             self._unregister_all()
         else:
@@ -185,9 +185,6 @@ class Monitor:
 
     def soon(self, command: Callable[[], None]) -> None:
         """Call ``command`` in the monitor thread."""
-        self._do(command)
-
-    def _do(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
         with contextlib.suppress(OSError):  # BlockingIOError: many wake-ups are pending already
             self._waker.send(b"!", wire.NO_SIGNAL)
@@ -329,12 +326,9 @@ class Monitor:
             pending.release(interrupted=True)
 
     def give_up(self, seq: int, event: Event) -> None:
-        """Report that the caller of a request was interrupted, unless it has ended."""
-        if seq in self.pending:
-            surely(lambda: self._give_up(seq, event))
-
-    def _give_up(self, seq: int, event: Event) -> None:
-        """Commands from now on wait until the request has ended."""
+        """Report that the caller of a request was interrupted, unless it has ended: commands from
+        now on wait until it has.
+        """
         is_known = threading.Event()
 
         def end() -> None:
@@ -342,8 +336,12 @@ class Monitor:
                 self._on_event(event)
             is_known.set()
 
-        self.soon(end)
-        is_known.wait(_KNOWN_S)
+        def tell() -> None:
+            self.soon(end)
+            is_known.wait(_KNOWN_S)
+
+        if seq in self.pending:
+            surely(tell)
 
     def _ended(self, worker: WorkerProcess) -> None:
         """The process has ended; the fork server says how."""
