@@ -253,11 +253,7 @@ class Pool:
         return done
 
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
-        if not groups.keys() <= self.groups.keys():
-            self.in_order(self.make_missing, groups)
-
-    def make_missing(self, groups: dict[str, RankPartition]) -> None:
-        """``make_groups`` with the send lock held."""
+        """Make those that are missing (send lock held)."""
         for name, partition in groups.items():
             if name not in self.groups:
                 self.groups[name] = partition
@@ -376,8 +372,6 @@ class Pool:
         if self.closed_because is None:
             return
         sleep_if_ending()
-        if isinstance(self._closed_by, OSError):  # which the user can mend
-            raise OSError(*self._closed_by.args) from self._closed_by
         raise RuntimeClosed(self.closed_because) from self._closed_by
 
     def _next_action(self) -> Action | None:

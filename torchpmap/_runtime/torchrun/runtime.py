@@ -186,7 +186,7 @@ class TorchrunRuntime:
         """Name of a process group of all processes, which carries CPU tensors."""
         ranks = tuple(range(len(self.devices)))
         name = group_name(ranks)  # which calls on all devices use, too
-        self.make_groups({name: (ranks,)})
+        self._groups.ensure(name, (ranks,))
         return name
 
     def team(self, ranks: tuple[int, ...]) -> Team:
@@ -277,10 +277,6 @@ class TorchrunRuntime:
         if is_shared and self._shares_code:
             return self._rendezvous.in_turn(definition.ranks, definition.name)
         return nullcontext()
-
-    def make_groups(self, groups: dict[str, RankPartition]) -> None:
-        for name, partition in groups.items():
-            self._groups.ensure(name, partition)
 
     def forget(self, plan_id: int) -> None:
         self._plans.pop(plan_id, None)
