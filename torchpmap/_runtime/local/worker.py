@@ -276,19 +276,14 @@ class _Worker:
             compiles[0] = False
 
     def define(self, seq: int, body: memoryview) -> None:
-        with self.compiling():
-            self.defined(seq, body)
-
-    def defined(self, seq: int, body: memoryview) -> None:
         self.doing = "receiving a plan"
-        definition: Definition = pickle.loads(body)
-        doing = f"compiling {definition.name}"
-        if definition.backend == EAGER:  # not cancelled with a call before it: it takes no time
-            self.doing = doing
-        else:
-            self.begin(seq, doing)
-        self.plans[definition.plan_id], report = self.executor.define(definition)
-        self.reply(seq, tuple(report))
+        with self.compiling():
+            definition: Definition = pickle.loads(body)
+            self.doing = f"compiling {definition.name}"
+            if definition.backend != EAGER:  # which is not cancelled, as it takes no time
+                self.begin(seq, self.doing)
+            self.plans[definition.plan_id], report = self.executor.define(definition)
+            self.reply(seq, tuple(report))
 
     def begin(self, seq: int, doing: str) -> None:
         """From here on the command may be cancelled, until its reply."""
