@@ -74,9 +74,9 @@ def _our_threads() -> set[threading.Thread]:
 
 
 def _pool_threads() -> tuple[threading.Thread, ...]:
-    """Of the present pool: its monitor, and its starter until the workers are there."""
+    """Of the present pool."""
     pool = getattr(current._runtime, "_pool", None)
-    return () if pool is None else (*pool.monitor.threads, pool._workers._starter)
+    return () if pool is None else pool.monitor.threads
 
 
 def _is_ours(pid: str) -> bool:

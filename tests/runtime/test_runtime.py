@@ -6,6 +6,7 @@ import gc
 import linecache
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from _support import (
     in_threads,
     live_tensors,
     rss_bytes,
-    running_pool,
     stat,
     wait_for,
     worker_pids,
@@ -336,13 +336,12 @@ except ChildProcessError:
 def test_workers_are_started_by_the_next_caller_if_there_were_too_many_threads(monkeypatch):
     tp.shutdown()
     tp.init(2, DEVICE)
-    starter = running_pool()._workers._starter
 
-    def refuse():
+    def refuse(thread):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(starter, "start", refuse)
+        patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             tp.replicate(torch.ones(2))
     assert tp.replicate(torch.ones(2)).tolist() == [1, 1]

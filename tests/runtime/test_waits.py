@@ -447,7 +447,7 @@ def test_a_monitor_that_fails_closes_the_pool():
     monitor = running_pool().monitor
     with beside(wait, seconds=30):
         assert wait_for(lambda: monitor.pending)
-        monitor._do(fail)
+        monitor.soon(fail)
     with pytest.raises(tp.RuntimeClosed):
         old.tolist()
     assert_pool_works()

@@ -128,7 +128,6 @@ def this_worker():
 
 BAD_FRAMES = {
     "unknown kind": lambda seq: wire.HEADER.pack(0, 99, seq),
-    "data without a request": lambda seq: wire.HEADER.pack(5, wire.DATA, seq) + b"12345",
     "an answer without a request": lambda seq: wire.frame(wire.REPLY, 3, b"12345"),
     "an answer too large for any memory": lambda seq: wire.HEADER.pack(1 << 60, wire.REPLY, seq),
 }
@@ -153,10 +152,10 @@ def test_frames_of_a_worker_gone_mad(make):
 @pytest.mark.parametrize(
     "body",
     [
-        struct.pack("<3q", 5, 999, 0),
-        struct.pack("<4q", 5, 0, 1 << 40, 0),
-        struct.pack("<4q", 5, 0, 1, -1),
-        struct.pack("<4q", 5, 0, 1, 3) + bytes(100),
+        struct.pack("<4q", 5, -1, 999, 0),
+        struct.pack("<5q", 5, -1, 0, 1 << 40, 0),
+        struct.pack("<5q", 5, -1, 0, 1, -1),
+        struct.pack("<5q", 5, -1, 0, 1, 3) + bytes(100),
     ],
     ids=["dtype", "dims", "shape", "length"],
 )

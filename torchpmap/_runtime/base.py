@@ -98,9 +98,6 @@ class Runtime(Protocol):
         first rank is done, with its report.
         """
 
-    def make_groups(self, groups: dict[str, RankPartition]) -> None:
-        """Make sure that process groups of these names exist on all ranks."""
-
     def forget(self, plan_id: int) -> None:
         """Drop a plan, which will not be called again."""
 

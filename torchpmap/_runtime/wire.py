@@ -2,8 +2,8 @@
 
 One stream socket per worker carries both directions::
 
-    controller --- DEFINE CALL PUT PLACE FREE TASK GROUP FORGET LOAD FETCH ... --------> worker
-    controller <-- READY DONE DATA REPLY FAILED DRAINED ------------------------------- worker
+    controller --- DEFINE CALL PUT FREE TASK GROUP FORGET LOAD FETCH ... --------> worker
+    controller <-- READY REPLY FAILED DRAINED ------------------------------------ worker
 
 A frame is a fixed header and a body.  The header is the ``length`` of the body in bytes, the
 ``kind``, and ``seq``, the number of a command: of this one, or of the one it answers.  The body is
@@ -35,10 +35,9 @@ PLAIN_LINE = "\x1e"
 HEADER = struct.Struct("<QQq")  # body bytes, kind, seq
 
 # controller -> worker
-DEFINE, CALL, PUT, FREE, TASK, GROUP, FORGET, PLACE, LOAD = range(1, 10)
-FETCH, DRAIN, REGROUP = range(11, 14)
+DEFINE, CALL, PUT, FREE, TASK, GROUP, FORGET, LOAD, FETCH, DRAIN, REGROUP = range(1, 12)
 # worker -> controller
-READY, DONE, DATA, REPLY, FAILED, DRAINED = range(101, 107)
+READY, REPLY, FAILED, DRAINED = range(101, 105)
 
 BUFFER_BYTES = 1 << 16
 MAX_BODY = 1 << 44
@@ -216,17 +215,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def put_frame(seq: int, handle: int, tensor: torch.Tensor) -> list[Buffer]:
-    """Frame that stores ``tensor`` (CPU) under ``handle``: dtype, shape, raw bytes."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    payload = bytes_of(tensor)
-    meta = pack_ints(handle, *describe(tensor))
+def put_frame(seq: int, handle: int, tensor: torch.Tensor, offset: int = -1) -> list[Buffer]:
+    """Frame that stores ``tensor`` (CPU) under ``handle``, in two parts: dtype, shape, raw bytes;
+    or, instead of the bytes, where a copy lies in shared memory.
+    """
+    meta, payload = pack_ints(handle, offset, *describe(tensor)), memoryview(b"")
+    if offset < 0:
+        payload = bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
     return [HEADER.pack(len(meta) + len(payload), PUT, seq) + meta, payload]
-
-
-def place_frame(seq: int, handle: int, tensor: torch.Tensor, offset: int) -> bytes:
-    """Frame that stores under ``handle`` a copy of ``tensor`` that lies in shared memory."""
-    return frame(PLACE, seq, pack_ints(handle, offset, *describe(tensor)))
 
 
 def describe(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -229,7 +229,7 @@ _recorder: Recorder | None = None
 _plain: dict[int, Handler] = {}
 """The handlers of the worker's commands while others are in their place."""
 
-_TIMED = (wire.CALL, wire.PUT, wire.PLACE, wire.FETCH, wire.DEFINE, wire.TASK)
+_TIMED = (wire.CALL, wire.PUT, wire.FETCH, wire.DEFINE, wire.TASK)
 
 
 class _Start:

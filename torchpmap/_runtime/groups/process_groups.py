@@ -23,7 +23,7 @@ import select
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -127,7 +127,7 @@ class Groups:
             limit_s,
             self.occasion,
             self._peers,
-            lambda keys: self._wait(store, keys, members),
+            lambda keys: self._wait(lambda: store.check(list(keys)), members),
             willing=self._shares_memory,
         )
         if meeting is None:
@@ -139,32 +139,10 @@ class Groups:
         return SharedMemoryGroup(meeting, self.calls)
 
     def _connected_group(self, store: dist.Store, members: RankTuple) -> dist.ProcessGroup:
+        """A thread makes it: Gloo and NCCL cannot be stopped."""
         store.set(f"here/{self._rank}", "")
-        # once Gloo waits for a peer, nothing can stop it
-        self._wait(store, [f"here/{member}" for member in members], members)
-        return self._connect(store, members)
-
-    def _wait(self, store: dist.Store, keys: Sequence[str], members: RankTuple) -> None:
-        """Wait for keys that the members set, until ``abort``."""
-        self.refuse_if_aborted()
-        for pause in Deadline(self._timeout.total_seconds()).pauses():
-            if store.check(list(keys)):
-                return
-            self._aborted.wait(pause)
-            self.refuse_if_aborted()
-        raise GroupLost(
-            f"process group of the ranks {list(members)}: not all came within {self._timeout}"
-        )
-
-    def refuse_if_aborted(self) -> None:
-        """Raise if collectives of this epoch may have been aborted half-way."""
-        if self._aborted.is_set():
-            raise GroupLost(
-                f"the process groups of epoch {self.epoch} are gone: another device failed"
-            )
-
-    def _connect(self, store: dist.Store, members: RankTuple) -> dist.ProcessGroup:
-        """Make the group, until ``abort``.  A thread does it: Gloo and NCCL cannot be stopped."""
+        here = [f"here/{member}" for member in members]
+        self._wait(lambda: store.check(here), members)  # Gloo waits without end for a peer
         result: list[dist.ProcessGroup | Exception] = []
 
         def make() -> None:
@@ -175,19 +153,32 @@ class Groups:
 
         thread = threading.Thread(target=make, name="torchpmap-connect", daemon=True)
         thread.start()
-        deadline = Deadline(self._timeout.total_seconds())
-        while thread.is_alive():
-            thread.join(0.01)
-            self.refuse_if_aborted()
-            if deadline.passed:  # NCCL waits without end for a rank that has died meanwhile
-                raise GroupLost(
-                    f"process group of the ranks {list(members)}: not all were connected within "
-                    f"{self._timeout}"
-                )
+        # NCCL waits without end for a rank that has died meanwhile
+        self._wait(lambda: not thread.is_alive(), members)
         (group,) = result
         if isinstance(group, Exception):
             raise GroupLost(f"process group of the ranks {list(members)}: {group}") from group
         return group
+
+    def _wait(self, is_over: Callable[[], bool], members: RankTuple) -> None:
+        """Wait for the members, until ``abort``."""
+        self.refuse_if_aborted()
+        for pause in Deadline(self._timeout.total_seconds()).pauses():
+            if is_over():
+                return
+            self._aborted.wait(pause)
+            self.refuse_if_aborted()
+        raise GroupLost(
+            f"process group of the ranks {list(members)}: not all came, and were connected, within "
+            f"{self._timeout}"
+        )
+
+    def refuse_if_aborted(self) -> None:
+        """Raise if collectives of this epoch may have been aborted half-way."""
+        if self._aborted.is_set():
+            raise GroupLost(
+                f"the process groups of epoch {self.epoch} are gone: another device failed"
+            )
 
     def _make(self, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
         group = dist.ProcessGroup(store, rank, size)

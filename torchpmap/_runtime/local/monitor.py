@@ -86,10 +86,10 @@ class Pending:
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def place(self, rank: int, length: int) -> memoryview:
-        """Where the caller wants the bytes of a rank."""
-        target = self.targets[rank]
-        if len(target) != length:
+    def place(self, rank: int, length: int) -> memoryview | None:
+        """Where the caller wants the answer of a rank; None if it does not say."""
+        target = self.targets.get(rank)
+        if target is not None and len(target) != length:
             raise wire.FrameError(f"{length} bytes of a value that has {len(target)}")
         return target
 
@@ -156,10 +156,10 @@ class Monitor:
 
     def begin(self) -> None:
         """From now on call ``on_tick``."""
-        self._do(lambda: setattr(self, "_next_tick", 0.0))
+        self.soon(lambda: setattr(self, "_next_tick", 0.0))
 
     def watch(self, worker: WorkerProcess) -> None:
-        self._do(lambda: self._register(worker))
+        self.soon(lambda: self._register(worker))
 
     def forget(self, worker: WorkerProcess) -> bool:
         """Stop reading from a worker; returns whether its descriptors may be closed."""
@@ -169,13 +169,13 @@ class Monitor:
             self._unregister(worker)
             done.set()
 
-        self._do(unregister)
+        self.soon(unregister)
         return done.wait(_JOIN_S)
 
     def stop(self) -> bool:
         """Print what is left and end the thread; returns whether it has stopped reading."""
         self._stopped = True
-        self._do(lambda: None)
+        self.soon(lambda: None)
         if threading.current_thread() is self._thread:  # it has failed
             self._unregister_all()
         else:
@@ -185,9 +185,6 @@ class Monitor:
 
     def soon(self, command: Callable[[], None]) -> None:
         """Call ``command`` in the monitor thread."""
-        self._do(command)
-
-    def _do(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
         with contextlib.suppress(OSError):  # BlockingIOError: many wake-ups are pending already
             self._waker.send(b"!", wire.NO_SIGNAL)
@@ -255,10 +252,9 @@ class Monitor:
         """The memory for the body of a large answer."""
         if length > wire.MAX_BODY:
             raise wire.FrameError(f"an answer of {length} bytes")
-        pending = self.pending.get(seq) if kind == wire.DATA else None
-        if pending is None:  # also an answer that came too late
-            return memoryview(bytearray(length))
-        return pending.place(worker.rank, length)
+        pending = self.pending.get(seq) if kind == wire.REPLY else None
+        place = None if pending is None else pending.place(worker.rank, length)
+        return memoryview(bytearray(length)) if place is None else place
 
     def _fail(self, worker: WorkerProcess, seq: int, length: int) -> None:
         """Report that there is no memory for an answer."""
@@ -285,15 +281,10 @@ class Monitor:
 
     def _answer(self, worker: WorkerProcess, kind: int, seq: int, body: memoryview) -> None:
         rank = worker.rank
-        if kind in (wire.DONE, wire.DATA, wire.REPLY):
+        if kind == wire.REPLY:
             pending = self.pending.get(seq)
-            if pending is not None and kind == wire.REPLY:
-                pending.replies[rank] = bytes(body)
-            elif pending is not None and kind == wire.DATA:
-                target = pending.place(rank, len(body))
-                if body and target is not body:  # else it was read there
-                    target[:] = body
-            self._complete(rank, seq)
+            if pending is not None:  # else it came too late
+                self._take(pending, rank, body)
         elif kind == wire.FAILED:
             self._on_event(Failed(rank, seq, *pickle.loads(body)))
         elif kind == wire.DRAINED:
@@ -303,13 +294,16 @@ class Monitor:
         else:
             raise wire.FrameError(f"unknown kind {kind}")
 
-    def _complete(self, rank: int, seq: int) -> None:
-        pending = self.pending.get(seq)
-        if pending is not None:
-            pending.missing.discard(rank)
-            done = not pending.missing and not pending.is_withheld
-            if done and self.pending.pop(seq, None) is not None:
-                pending.release(interrupted=False)
+    def _take(self, pending: Pending, rank: int, body: memoryview) -> None:
+        target = pending.place(rank, len(body))
+        if target is None:
+            pending.replies[rank] = bytes(body)
+        elif body and target is not body:  # else it was read there
+            target[:] = body
+        pending.missing.discard(rank)
+        done = not pending.missing and not pending.is_withheld
+        if done and self.pending.pop(pending.seq, None) is not None:
+            pending.release(interrupted=False)
 
     def withhold(self, seq: int) -> None:
         """Give no caller the answers to a command that is about to fail (any thread)."""
@@ -332,12 +326,9 @@ class Monitor:
             pending.release(interrupted=True)
 
     def give_up(self, seq: int, event: Event) -> None:
-        """Report that the caller of a request was interrupted, unless it has ended."""
-        if seq in self.pending:
-            surely(lambda: self._give_up(seq, event))
-
-    def _give_up(self, seq: int, event: Event) -> None:
-        """Commands from now on wait until the request has ended."""
+        """Report that the caller of a request was interrupted, unless it has ended: commands from
+        now on wait until it has.
+        """
         is_known = threading.Event()
 
         def end() -> None:
@@ -345,8 +336,12 @@ class Monitor:
                 self._on_event(event)
             is_known.set()
 
-        self.soon(end)
-        is_known.wait(_KNOWN_S)
+        def tell() -> None:
+            self.soon(end)
+            is_known.wait(_KNOWN_S)
+
+        if seq in self.pending:
+            surely(tell)
 
     def _ended(self, worker: WorkerProcess) -> None:
         """The process has ended; the fork server says how."""

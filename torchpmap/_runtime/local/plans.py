@@ -87,7 +87,7 @@ class Plans:
     def _claim(self, plan_id: int, groups: dict[str, RankPartition]) -> None:
         """Make groups, which stay as long as the plan does (send lock held)."""
         self._groups[plan_id] = groups
-        self._pool.make_missing(groups)
+        self._pool.make_groups(groups)
 
     def limit_of(self, plan_id: int, default: float | None) -> tuple[float, str] | None:
         """Timeout and name of a plan, if its calls have a timeout."""

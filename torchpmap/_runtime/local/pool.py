@@ -55,6 +55,7 @@ from torchpmap._runtime.local.supervise import (
 from torchpmap._runtime.local.watch import Watch
 from torchpmap._runtime.local.workers import Workers
 from torchpmap._runtime.wire import frame
+from torchpmap._trace.toolchain import import_dynamo
 
 T = TypeVar("T")
 
@@ -136,7 +137,8 @@ class Pool:
         self.monitor = self._workers.monitor
         self._progress = self._workers.progress
         self.limit = self._watch.limit
-        self._actions.put(Regroup(1))
+        for action in (Respawn(tuple(range(len(devices)))), Regroup(1)):
+            self._actions.put(action)
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -251,11 +253,7 @@ class Pool:
         return done
 
     def make_groups(self, groups: dict[str, RankPartition]) -> None:
-        if not groups.keys() <= self.groups.keys():
-            self.in_order(self.make_missing, groups)
-
-    def make_missing(self, groups: dict[str, RankPartition]) -> None:
-        """``make_groups`` with the send lock held."""
+        """Make those that are missing (send lock held)."""
         for name, partition in groups.items():
             if name not in self.groups:
                 self.groups[name] = partition
@@ -332,13 +330,14 @@ class Pool:
             if repair is None:
                 if not self.broken:
                     return
-                self._workers.begin()
+                self.monitor.begin()
                 repair = self._repair_in_progress = Repair(self._run, self._hurry)
                 try:
                     repair.start()
                 except RuntimeError:  # there are too many threads
                     self._repair_in_progress = None
                     raise
+        import_dynamo()  # the caller has to wait, and most trace next
         with waiting(_WAITS_FOR[bool(self._verdict.failures or self._verdict.deaths)]):
             failure = repair.wait(lambda: self._known_failure(wanted))
         if failure is not None:
@@ -373,8 +372,6 @@ class Pool:
         if self.closed_because is None:
             return
         sleep_if_ending()
-        if isinstance(self._closed_by, OSError):  # which the user can mend
-            raise OSError(*self._closed_by.args) from self._closed_by
         raise RuntimeClosed(self.closed_because) from self._closed_by
 
     def _next_action(self) -> Action | None:
@@ -399,7 +396,7 @@ class Pool:
                 for rank in ranks:
                     if rank not in self._replaced:
                         self._completed.setdefault(rank, self._progress[rank])
-                        self._workers.replace(rank, self.send_lock)
+                        self._workers.start(rank, self.send_lock)
                         self._killed.pop(rank, None)
                     self._replaced.add(rank)
                 self._replaced.clear()
@@ -460,7 +457,7 @@ class Pool:
     def _end(self, because: str) -> None:
         self.stop(because)
         self._actions.put(Regroup(0))  # wakes the thread that repairs
-        self._workers.end()
+        self._workers.end(self._repair_in_progress)
         self.outbox.drop()
         self._closed.set()
 

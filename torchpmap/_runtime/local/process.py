@@ -86,6 +86,11 @@ class WorkerProcess:
             self._close_theirs()
 
     @property
+    def was_tried(self) -> bool:
+        """Whether ``start`` was called; it cannot be called again."""
+        return not self._theirs
+
+    @property
     def is_open(self) -> bool:
         """Whether ``close`` has not been called."""
         return self.socket.fileno() >= 0

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-MONITOR, REPAIRER, STARTER = "torchpmap-monitor", "torchpmap-repair", "torchpmap-starter"
-_OWN_THREADS = frozenset({MONITOR, REPAIRER, STARTER})
+MONITOR, REPAIRER = "torchpmap-monitor", "torchpmap-repair"
+_OWN_THREADS = frozenset({MONITOR, REPAIRER})
 """Every call needs these threads, so they cannot wait for one."""
 
 _REMEDY = "Set a flag there instead, and make the call where the script checks the flag."

@@ -36,16 +36,19 @@ class Repair:
         """Wait for the end, and return what the work raised.  Raises what ``failure`` returns, if
         that comes first.
         """
-        while not self._is_over():
+        while not self._has_ended():
             error = failure()
             if error is not None:
                 raise error
         return self._ended.exception()
 
-    def _is_over(self) -> bool:
-        """Whether it has ended, after a moment."""
+    def is_over(self, seconds: float) -> bool:
+        """Whether it has ended, after so many seconds at most."""
+        return bool(futures.wait([self._ended], seconds).done)
+
+    def _has_ended(self) -> bool:
         try:
-            return bool(futures.wait([self._ended], _LOOK_S).done)
+            return self.is_over(_LOOK_S)
         except BaseException:  # Ctrl-C
             self._on_interrupt()
             raise

@@ -211,13 +211,9 @@ class LocalRuntime:
     def forget(self, plan_id: int) -> None:
         self._plans.retired.append(plan_id)
 
-    def make_groups(self, groups: dict[str, RankPartition]) -> None:
-        self._pool.make_groups(groups)
-
     def run_task(
         self, team: Team, task: Task, held: Sequence[Any]
     ) -> tuple[list[Report | None], list[Handle]]:
-        self.make_groups({task.group: (task.ranks,)})
         sent: list[tuple[Pending, int]] = []
         try:
             self._pool.in_order(self._send_task, team, task, held, sent)
@@ -242,6 +238,7 @@ class LocalRuntime:
     ) -> None:
         """``sent`` gets the request and its first output before anything is sent."""
         self._refuse_lost(held)
+        self._pool.make_groups({task.group: (task.ranks,)})
         for each in self._teams.values():
             self._free(each)  # the task may tell what is stored
         inputs = tuple(handle.id for handle in held)

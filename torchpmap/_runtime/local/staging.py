@@ -27,13 +27,12 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
 
 from torchpmap._runtime import wire
-from torchpmap._runtime.wire import place_frame, put_frame
+from torchpmap._runtime.wire import put_frame
 
 STAGED_BYTES = 1 << 18
 """Smaller blocks are copied through the socket, which is then as fast."""
@@ -98,6 +97,7 @@ class Region:
     """
 
     def __init__(self, fd: int, offset: int, room: int) -> None:
+        self.fd = fd
         self.offset = offset
         self.room = room
         protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -111,6 +111,8 @@ class Region:
         self.used_at = 0.0
         self.is_apart = False
         """Whether the memory is no part of the file any more."""
+        self.is_filled = False
+        """Whether no worker writes to it until it is free."""
 
     @property
     def state(self) -> int:
@@ -135,21 +137,21 @@ class Region:
         tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
         return tensor.detach()  # no view of another tensor
 
-    def keep_apart(self, fd: int) -> None:
+    def keep_apart(self) -> None:
         """Make it memory of this process alone, with the same bytes, also if a thread writes to it
         meanwhile.
         """
         size, protection = _HEAD + self.room, mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
-        if _libc.mmap(self._address, size, protection, flags, fd, self.offset) == _FAILED:
+        if _libc.mmap(self._address, size, protection, flags, self.fd, self.offset) == _FAILED:
             raise OSError(ctypes.get_errno(), "what was fetched cannot be kept apart")
         self.is_apart = True
         # before Linux 5.14 a page is copied when it is written, and the file keeps the others
         if _libc.madvise(self._address, size, _MADV_POPULATE_WRITE) == 0:
-            _libc.fallocate(fd, _PUNCH_HOLE, self.offset, size)
+            _libc.fallocate(self.fd, _PUNCH_HOLE, self.offset, size)
 
     def take(self) -> Region:
-        self.state = TAKEN
+        self.state, self.is_filled = TAKEN, False
         self.used_at = time.monotonic()
         return self
 
@@ -323,60 +325,47 @@ class Landing(Staging):
                 self.close()
 
         tensor = region.tensor(shape, dtype, free)
-        _lent[address] = _Lent(region, self)
+        _lent[address] = region
         return tensor
 
     def region_of(self, tensor: torch.Tensor) -> Region | None:
         """The region in which the elements of a tensor lie, if workers can write to it."""
-        lent = self._lent(tensor)
-        return None if lent is None else lent.region
+        region = _lent.get(tensor.untyped_storage().data_ptr())
+        return region if region is not None and region.fd == self.fd else None
 
     def close(self) -> None:
         """No more is lent.  The file is closed when nothing lies in it (see ``_before_fork``)."""
         self._is_closed = True
-        if not any(lent.landing is self for lent in tuple(_lent.values())):
+        if not any(region.fd == self.fd for region in tuple(_lent.values())):
             super().close()
 
     def filled(self, tensor: torch.Tensor) -> None:
         """No worker writes to this tensor any more."""
-        lent = self._lent(tensor)
-        if lent is not None:
-            lent.is_filled = True
-
-    def _lent(self, tensor: torch.Tensor) -> _Lent | None:
-        lent = _lent.get(tensor.untyped_storage().data_ptr())
-        return lent if lent is not None and lent.landing is self else None
+        region = self.region_of(tensor)
+        if region is not None:
+            region.is_filled = True
 
     def _is_lost(self, region: Region) -> bool:
         return region.state == TAKEN and region.address not in _lent
 
 
-@dataclass
-class _Lent:
-    """What a tensor of this process lies in."""
-
-    region: Region
-    landing: Landing
-    is_filled: bool = False
-
-
-_lent: dict[int, _Lent] = {}
-"""By the address of the bytes."""
+_lent: dict[int, Region] = {}
+"""Those in which tensors of this process lie, by the address of the bytes."""
 
 
 def _before_fork() -> None:
     """What a child writes is not seen in its parent, nor the other way: as all memory is then,
     these bytes are copied when they are written.
     """
-    for address, lent in tuple(_lent.items()):
-        if lent.is_filled:
-            lent.region.keep_apart(lent.landing.fd)
+    for address, region in tuple(_lent.items()):
+        if region.is_filled:
+            region.keep_apart()
             _lent.pop(address, None)
 
 
 def _in_child() -> None:
-    for lent in _lent.values():  # threads that are not there wait for them
-        lent.region.is_apart = True
+    for region in _lent.values():  # threads that are not there wait for them
+        region.is_apart = True
     _lent.clear()
 
 
@@ -447,7 +436,7 @@ def block_frames(
     packed, previous = None, None
     for block, region in zip_longest(blocks, regions):
         if region is not None:
-            frames.append((place_frame(seq, handle, block, region.offset), b""))
+            frames.append(put_frame(seq, handle, block, region.offset))
             continue
         if block is not previous or packed is None:
             packed, previous = put_frame(seq, handle, block), block

@@ -63,12 +63,6 @@ class Values:
     def usage(self) -> Usage:
         return Usage(bytes_held(self._tensors.values()), self._staged.num_bytes())
 
-    def receive(self, body: memoryview) -> None:
-        """Store what a frame PUT brings."""
-        (handle,) = struct.unpack_from("<q", body)
-        tensor = wire.read_tensor(body[8:])
-        self._tensors[handle] = self._platform.upload(tensor, self._device)
-
     def room(self, kind: int, seq: int, length: int, given: memoryview) -> memoryview:
         """Memory for the body of a large frame."""
         try:
@@ -76,23 +70,28 @@ class Values:
         except MemoryError:
             with suppress(wire.FrameError, struct.error):  # of a description that is not yet here
                 if kind == wire.PUT:
-                    dtype, shape, _ = wire.read_kind(given[8:])
+                    dtype, shape, _ = wire.read_kind(given[16:])
                     raise wire.no_memory(self._where, shape, dtype) from None
             raise MemoryError(f"no memory {self._where}: {length} bytes") from None
 
-    def place(self, body: memoryview) -> torch.Tensor:
-        """Store what lies in shared memory, as a frame PLACE says; returns that memory, which the
-        device may still be reading.
+    def put(self, body: memoryview) -> torch.Tensor:
+        """Store what a frame PUT brings; returns its memory of the host, which the device may still
+        be reading.
         """
-        handle, offset, code, _, *dims = body.cast("q").tolist()
-        shape, dtype = tuple(dims), wire.DTYPES[code]
+        handle, offset = struct.unpack_from("<2q", body)
+        tensor = wire.read_tensor(body[16:]) if offset < 0 else self._placed(offset, body[16:])
+        self._tensors[handle] = self._platform.upload(tensor, self._device)
+        return tensor
+
+    def _placed(self, offset: int, described: memoryview) -> torch.Tensor:
+        """What lies in shared memory."""
+        dtype, shape, _ = wire.read_kind(described)
         try:
             tensor = self._staged.tensor(offset, shape, dtype)
         except OSError as error:
             raise wire.no_memory(self._where, shape, dtype) from error
         if not self._platform.is_asynchronous:  # else it is on the way until the device has read it
             self._staged.hold(offset)
-        self._tensors[handle] = self._platform.upload(tensor, self._device)
         return tensor
 
     def fetched(self, body: memoryview) -> torch.Tensor | None:

@@ -71,7 +71,7 @@ from torchpmap._trace.toolchain import import_inductor
 
 _NEVER, _FOREVER_S = 1 << 62, 30 * 24 * 3600.0
 _NOTHING: Mapping[int, torch.Tensor] = {}
-_HARMLESS = (wire.PUT, wire.PLACE, wire.FREE, wire.FORGET, wire.DEFINE)
+_HARMLESS = (wire.PUT, wire.FREE, wire.FORGET, wire.DEFINE)
 """Commands that a rank obeys even after a failure: they involve no other rank, and skipping one
 would leave a gap.
 """
@@ -175,7 +175,6 @@ class _Worker:
         handlers |= {
             wire.CALL: self.call,
             wire.PUT: self.put,
-            wire.PLACE: self.place,
             wire.FREE: self.free,
             wire.FETCH: self.fetch,
             wire.DEFINE: self.define,
@@ -237,11 +236,7 @@ class _Worker:
 
     def put(self, seq: int, body: memoryview) -> None:
         self.doing = "receiving a value"
-        self.values.receive(body)
-
-    def place(self, seq: int, body: memoryview) -> None:
-        self.doing = "receiving a value"
-        source = self.values.place(body)
+        source = self.values.put(body)
         if self.completion is not None:  # else the device has read it
             self.source = source
 
@@ -253,11 +248,8 @@ class _Worker:
         if self.completion is not None and not self.completion.wait(value_seq):
             return
         fetched = self.values.fetched(body[8:])
-        if fetched is None:
-            self.stream.send([frame(wire.DONE, seq)])
-        else:
-            payload = wire.bytes_of(fetched)
-            self.stream.send([wire.HEADER.pack(len(payload), wire.DATA, seq), payload])
+        payload = memoryview(b"") if fetched is None else wire.bytes_of(fetched)
+        self.stream.send([wire.HEADER.pack(len(payload), wire.REPLY, seq), payload])
 
     # -- an asynchronous device --------------------------------------------------------------------
 
@@ -284,19 +276,14 @@ class _Worker:
             compiles[0] = False
 
     def define(self, seq: int, body: memoryview) -> None:
-        with self.compiling():
-            self.defined(seq, body)
-
-    def defined(self, seq: int, body: memoryview) -> None:
         self.doing = "receiving a plan"
-        definition: Definition = pickle.loads(body)
-        doing = f"compiling {definition.name}"
-        if definition.backend == EAGER:  # not cancelled with a call before it: it takes no time
-            self.doing = doing
-        else:
-            self.begin(seq, doing)
-        self.plans[definition.plan_id], report = self.executor.define(definition)
-        self.reply(seq, tuple(report))
+        with self.compiling():
+            definition: Definition = pickle.loads(body)
+            self.doing = f"compiling {definition.name}"
+            if definition.backend != EAGER:  # which is not cancelled, as it takes no time
+                self.begin(seq, self.doing)
+            self.plans[definition.plan_id], report = self.executor.define(definition)
+            self.reply(seq, tuple(report))
 
     def begin(self, seq: int, doing: str) -> None:
         """From here on the command may be cancelled, until its reply."""

@@ -20,17 +20,16 @@ from torchpmap._runtime.local.forkserver import explained
 from torchpmap._runtime.local.monitor import Monitor
 from torchpmap._runtime.local.process import WorkerProcess
 from torchpmap._runtime.local.progress import Progress
-from torchpmap._runtime.local.reentry import STARTER
+from torchpmap._runtime.local.repair import Repair
 from torchpmap._runtime.local.staging import Landing
 from torchpmap._runtime.local.supervise import Event
-from torchpmap._trace.toolchain import import_dynamo
 
 _STOP_PATIENCE_S = 1.0
 """How long workers have to end by themselves, and once more after they were killed."""
 _STORE_BYTES = 1 << 18
 """How much data of past epochs the store may hold."""
-_STARTER_S = 0.5
-"""How long to wait for the starter thread, which checks more often than this whether to stop."""
+_REPAIR_S = 0.5
+"""How long to wait for a repair, which checks more often than this whether workers are wanted."""
 
 
 class Workers:
@@ -47,11 +46,8 @@ class Workers:
     ) -> None:
         self._devices = devices
         self._config = config
-        self._on_crash = on_crash
         self._is_wanted = True
         self.by_rank: dict[int, WorkerProcess] = {}
-        # in the background: the fork server may still be importing
-        self._starter = threading.Thread(target=self._start_all, name=STARTER, daemon=True)
         with explained(), contextlib.ExitStack() as undo:
             self._store_fd = os.memfd_create("torchpmap-store", os.MFD_CLOEXEC)  # has no name
             undo.callback(os.close, self._store_fd)
@@ -79,48 +75,32 @@ class Workers:
         shared = self._store_fd, *self.progress.inherited(), self.landing.fd
         return WorkerProcess(rank, device_type, threads, self._config, self.monitor.exits, shared)
 
-    def begin(self) -> None:
-        """Start the workers, if it was not done; not before they are needed, since which modules
-        they have in memory depends on the functions that were mapped until then.
-        """
-        if self._starter.ident is not None:
-            return
-        self.monitor.begin()
-        self._starter.start()  # where there are too many threads, the next caller tries again
-        import_dynamo()  # the caller has to wait, and most trace next
-
-    def _start_all(self) -> None:
-        try:
-            for worker in self.by_rank.values():
-                self._start(worker)
-        except RuntimeClosed:
-            pass
-        except Exception as error:
-            self._on_crash(error)
-
-    def _start(self, worker: WorkerProcess) -> None:
-        worker.start(lambda: self._is_wanted)
-        self.monitor.watch(worker)
-
     def name(self, rank: int) -> str:
         """A worker in messages."""
         return f"{self._devices[rank]} (rank {rank}, pid {self.by_rank[rank].pid})"
 
-    def replace(self, rank: int, send_lock: threading.RLock) -> None:
-        """Put a new worker in the place of a dead one; may be tried again if it raises."""
-        old = self.by_rank[rank]
-        if old.is_open:
-            if not self.monitor.forget(old):
+    def start(self, rank: int, send_lock: threading.RLock) -> None:
+        """Start a worker, in the place of one that is dead or was not started; may be tried again
+        if it raises.
+        """
+        worker = self.by_rank[rank]
+        if worker.was_tried:
+            self._close(worker, send_lock)
+            worker = self._new_worker(rank)
+        try:
+            worker.start(lambda: self._is_wanted)
+            self.monitor.watch(worker)
+        except BaseException:
+            worker.close()
+            raise
+        self.by_rank[rank] = worker
+
+    def _close(self, worker: WorkerProcess, send_lock: threading.RLock) -> None:
+        if worker.is_open:
+            if not self.monitor.forget(worker):
                 raise RuntimeClosed("the thread that reads the workers' answers does not respond")
             with send_lock:  # no thread may send into a descriptor whose number is used again
-                old.close()
-        new = self._new_worker(rank)
-        try:
-            self._start(new)
-        except BaseException:
-            new.close()
-            raise
-        self.by_rank[rank] = new
+                worker.close()
 
     def control(self, ranks: Iterable[int], kind: int, value: int) -> None:
         """Send a message that workers obey even while they run a call; never waits."""
@@ -129,11 +109,13 @@ class Workers:
                 message = wire.CONTROL.pack(kind, value)
                 self.by_rank[rank].control.send(message, wire.NO_WAIT)
 
-    def end(self) -> None:
-        """End all workers, by force if they do not go; takes a few seconds at most."""
+    def end(self, repair: Repair | None) -> None:
+        """End all workers, by force if they do not go; takes a few seconds at most.  ``repair``: in
+        progress, if there is one.
+        """
         self._is_wanted = False
-        if self._starter.ident is not None and self._starter is not threading.current_thread():
-            self._starter.join(_STARTER_S)
+        if repair is not None:
+            repair.is_over(_REPAIR_S)
         workers = tuple(self.by_rank.values())
         for end in (WorkerProcess.end_commands, WorkerProcess.kill):
             for worker in workers:

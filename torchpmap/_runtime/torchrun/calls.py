@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -135,7 +135,7 @@ class Calls:
             if plan.has_header:
                 header = _Header(axis, occasion, self._groups.calls)
             try:
-                with plain_if_needed():
+                with plain():
                     results = plan.compiled.run(blocks)
             except Exception as error:
                 if header is not None and is_communication(error):
@@ -196,21 +196,15 @@ class Calls:
             self._watch.end()
 
 
-class plain:
+def plain() -> AbstractContextManager[None]:
     """Leaves the caller's transforms and modes: a plan runs on the devices' own values."""
-
-    def __enter__(self) -> None:
-        self._contexts = [outside_transforms(), outside_modes()]
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*exception)
+    return _plain() if has_transforms() or num_modes() else nullcontext()
 
 
-def plain_if_needed() -> AbstractContextManager[None]:
-    return plain() if has_transforms() or num_modes() else nullcontext()
+@contextmanager
+def _plain() -> Iterator[None]:
+    with outside_transforms(), outside_modes():
+        yield
 
 
 class _Header:

@@ -50,6 +50,11 @@ _POSTED = (str, str, bytes, dict, dict)
 data, and the numbers of calls and of histories per axis.
 """
 
+_Call = tuple[tuple[int, ...], int]
+"""The ranks that a call's collectives wait for, and which of the calls over these it is."""
+_ANY: _Call = (), 1
+"""A call to which no process comes."""
+
 _starts = itertools.count()
 
 
@@ -230,12 +235,8 @@ class Rendezvous:
         missing = [rank for rank, key in by_rank if not self.store.check([key])]
         for rank in missing:
             self._raise_if_left(rank, f"{waiting.what}: ")
-            other = self.waiting_of(rank)
-            if other is not None and self._is_crossed(other) and waiting.turn >= 0:
-                raise CollectiveMismatch(
-                    f"{waiting.what}: rank {rank} waits for this process (rank {self.place.rank}) "
-                    f"in another call: {other.what}. {_RULE}"
-                )
+            if waiting.turn >= 0:
+                self._raise_if_crossed(rank, waiting.what)
         if missing and deadline.passed:
             raise CallTimeout(
                 f"{waiting.what}: rank {', '.join(map(str, missing))} did not come within "
@@ -248,40 +249,26 @@ class Rendezvous:
         posted = self.store.get(key) if self.store.check([key]) else b""
         return Waiting.unpacked(posted) if posted else None
 
-    def _is_crossed(self, other: Waiting) -> bool:
-        """Whether another process waits for this one, which has not come yet."""
-        return self.place.rank in other.ranks and other.turn >= self._turns[other.ranks]
+    def _raise_if_crossed(self, rank: int, what: str, call: _Call = _ANY) -> None:
+        """Raise if a process, before ``call``, waits for this one, which has not come yet."""
+        other, here, (axis, number) = self.waiting_of(rank), self.place.rank, call
+        if other is None or here not in other.ranks or other.turn < self._turns[other.ranks]:
+            return
+        if other.calls.get(axis, 0) < number:
+            raise CollectiveMismatch(
+                f"{what}: rank {here} runs it, but rank {rank} has not come to it, and waits for "
+                f"rank {here} in another call: {other.what}. {_RULE}"
+            )
 
-    def in_vain(self, running: tuple[int, ...], number: int, what: str) -> PmapError | None:
-        """Why call ``number`` with collectives over the ranks ``running`` never ends: a process has
-        failed, has ended its script before that call, or waits for this one in another call before
-        it.  None if that is not certain.
+    def raise_if_in_vain(self, call: _Call, what: str) -> None:
+        """Raise if a call that runs never ends: a process has failed, has ended its script before
+        the call, or waits for this one in another call before it.  It must be certain.
         """
-        others = [rank for rank in running if rank != self.place.rank]
-        try:
-            if others:
+        for rank in call[0]:
+            if rank != self.place.rank:
                 self.raise_cause()
-        except (WorkerError, CollectiveMismatch) as cause:
-            return cause
-        for rank in others:
-            key = f"left/{rank}"
-            if self.store.check([key]):
-                if _checked_numbers(unpacked(self.store.get(key))).get(running, 0) < number:
-                    return CollectiveMismatch(
-                        f"rank {rank} has ended its script and will not come. {_RULE}"
-                    )
-                continue
-            other = self.waiting_of(rank)
-            if (
-                other is not None
-                and self._is_crossed(other)
-                and other.calls.get(running, 0) < number
-            ):
-                return CollectiveMismatch(
-                    f"{what}: rank {self.place.rank} runs it, but rank {rank} has not come to it, "
-                    f"and waits for rank {self.place.rank} in another call: {other.what}. {_RULE}"
-                )
-        return None
+                self._raise_if_left(rank, "", call)
+                self._raise_if_crossed(rank, what, call)
 
     def have_left(self, ranks: Sequence[int]) -> bool:
         """Whether one of ``ranks`` has ended its script; what is known needs no store."""
@@ -323,9 +310,12 @@ class Rendezvous:
             if rank != self.place.rank:
                 self._raise_if_left(rank)
 
-    def _raise_if_left(self, rank: int, begin: str = "") -> None:
-        """Raise if a process has ended its script."""
-        if self.store.check([f"left/{rank}"]):
+    def _raise_if_left(self, rank: int, begin: str = "", call: _Call = _ANY) -> None:
+        """Raise if a process has ended its script before ``call``."""
+        key, (axis, number) = f"left/{rank}", call
+        if not self.store.check([key]):
+            return
+        if _checked_numbers(unpacked(self.store.get(key))).get(axis, 0) < number:
             self.raise_cause()  # a failing process reports its cause just before it leaves
             raise CollectiveMismatch(
                 f"{begin}rank {rank} has ended its script and will not come. {_RULE}"

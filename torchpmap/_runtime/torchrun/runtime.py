@@ -41,7 +41,7 @@ from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.executor import Executor
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition
 from torchpmap._runtime.task import Report, Task, Usage, Work, bytes_held
-from torchpmap._runtime.torchrun.calls import Calls, Defined, plain, plain_if_needed
+from torchpmap._runtime.torchrun.calls import Calls, Defined, plain
 from torchpmap._runtime.torchrun.failure import Failures
 from torchpmap._runtime.torchrun.place import (
     JobPlace,
@@ -186,7 +186,7 @@ class TorchrunRuntime:
         """Name of a process group of all processes, which carries CPU tensors."""
         ranks = tuple(range(len(self.devices)))
         name = group_name(ranks)  # which calls on all devices use, too
-        self.make_groups({name: (ranks,)})
+        self._groups.ensure(name, (ranks,))
         return name
 
     def team(self, ranks: tuple[int, ...]) -> Team:
@@ -278,10 +278,6 @@ class TorchrunRuntime:
             return self._rendezvous.in_turn(definition.ranks, definition.name)
         return nullcontext()
 
-    def make_groups(self, groups: dict[str, RankPartition]) -> None:
-        for name, partition in groups.items():
-            self._groups.ensure(name, partition)
-
     def forget(self, plan_id: int) -> None:
         self._plans.pop(plan_id, None)
 
@@ -331,7 +327,7 @@ class TorchrunRuntime:
         if watched is not None:
             self._launched[self._seq] = watched
         run = functools.partial(self._calls.run_later, plan, self._calls.history.of(plan.axis))
-        with self._platform.own_stream(), plain_if_needed():
+        with self._platform.own_stream(), plain():
             results = self._platform.launch(run, blocks, plan.compiled.outputs)
             completion.launched(self._seq, plan.name, communicates=plan.compiled.communicates)
         return results

@@ -23,7 +23,7 @@ import traceback
 import torch.distributed as dist
 
 from torchpmap._base.deadline import Deadline
-from torchpmap._base.errors import CallTimeout, PmapError
+from torchpmap._base.errors import CallTimeout, CollectiveMismatch, PmapError, WorkerError
 from torchpmap._runtime.groups.process_groups import Groups
 from torchpmap._runtime.torchrun.failure import Failures, lost
 from torchpmap._runtime.torchrun.rendezvous import Rendezvous
@@ -113,12 +113,14 @@ class Watch:
         has_lost_peer = self._groups.has_lost_peer()  # first: who leaves or fails says so before
         try:
             has_lost_peer &= not self._rendezvous.have_left(ranks)
-            verdict = self._rendezvous.in_vain(ranks, number, name)
+            self._rendezvous.raise_if_in_vain((ranks, number), name)
+        except (WorkerError, CollectiveMismatch) as verdict:
+            return verdict
         except dist.DistError as error:
             if has_lost_peer:  # it has kept the store
                 return lost(error)
             raise
-        return lost(None) if verdict is None and has_lost_peer else verdict
+        return lost(None) if has_lost_peer else None
 
     def _expire(self, running: Watched) -> None:
         _, _, name, timeout, caller = running
