@@ -245,7 +245,7 @@ def test_connecting_the_devices_ends_in_time(monkeypatch):
     groups = Groups(0, torch.device("cpu"), torch.distributed.HashStore(), settings)
     connected = threading.Event()
     monkeypatch.setattr(groups, "_make", lambda *_: connected.wait())
-    with pytest.raises(GroupLost, match="not all were connected within"):
+    with pytest.raises(GroupLost, match="not all came, and were connected, within"):
         groups.ensure("alone", ((0,),))
     connected.set()
 
