@@ -92,3 +92,28 @@ def test_compiled_rows_of_a_cut_dim():
     for got, right in zip((*results, there[0].grad), (*expected, x.grad), strict=True):
         torch.testing.assert_close(got.detach().cpu(), right.detach())
     assert there[0].grad.sharding == there[0].sharding
+
+
+@pytest.mark.inductor
+def test_compiled_writes_to_rows_of_a_cut_dim():
+    def f(x, part):
+        y = x.sin()
+        y[5:20:3] = part
+        y[-1] = part[0] ** 2
+        return y, (y * x).sum()
+
+    x, part = data(0, 32, 4).requires_grad_(), data(1, 5, 4).requires_grad_()
+    mesh = tp.make_mesh(*LINE)
+    there = [
+        tp.device_put(value.detach(), tp.NamedSharding(mesh, spec)).requires_grad_()
+        for value, spec in ((x, P("x")), (part, P()))
+    ]
+    jitted = tp.jit(f)
+    assert not jitted.lower(*there).resharded
+    results, expected = jitted(*there), f(x, part)
+    for total in (results[1], expected[1]):
+        total.backward()
+    given = [*results, *(value.grad for value in there)]
+    for got, right in zip(given, (*expected, x.grad, part.grad), strict=True):
+        torch.testing.assert_close(got.detach().cpu(), right.detach())
+    assert results[0].sharding == there[0].sharding

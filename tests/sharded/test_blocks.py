@@ -76,6 +76,10 @@ CUT_0 = """
     x.view(torch.int32); x.unbind(1); x.split([1, 2], 2); rows.chunk(3, 1)
     torch.cat([x, y, same], 2); torch.cat([torch.tensor([]), x, w.new_empty(0)], -2)
     torch.stack([x, y], -1)
+    # a few rows: each device puts those that it has
+    x.select_scatter(w[:2, :3], 0, -1); x.select_scatter(y[:, 0], 1, 0); x.slice_scatter(same, 0)
+    x.slice_scatter(same[1:3], 0, 1, 3); rows.slice_scatter(torch.ones(3, 6), 0, 1, -1, 2)
+    mask.select_scatter(same[0] > 0, 0, 3)
 """
 CUT_1 = """
     columns * 2 + 1; x.transpose(0, 1); x.permute(2, 0, 1); x.movedim(0, 1); rows.T
@@ -149,6 +153,12 @@ BITS = [
 ]
 
 
+PARTS = """
+    x.select(0, 7); x[3:6]; x[2::19]; x[-1, 2]
+    x.select_scatter(x.select(0, 2), 0, 7); x.slice_scatter(x[::6], 0, 2, 24, 4)
+"""
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("spec", [["i"], [("i", "j")], [("j", "i")], ["j", "i"]], ids=str)
 @pytest.mark.parametrize("dtype", BITS, ids=str)
@@ -160,7 +170,7 @@ def test_rows_keep_every_bit(dtype, spec):
     x = torch.stack([x.roll(k) for k in range(32)])
     x = (torch.complex(x, x.roll(1, 1)) if dtype.is_complex else x).to(dtype)
     there = on_mesh(x, spec, (2, 2), ("i", "j"))
-    for f in (lambda x: x.select(0, 7), lambda x: x[3:6], lambda x: x[2::19], lambda x: x[-1, 2]):
+    for f in functions("x", PARTS).values():
         expected, result = f(x), f(there)
         for shard in result.addressable_shards:
             assert same_bits(shard.data, expected[shard.index])

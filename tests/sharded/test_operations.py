@@ -5,13 +5,16 @@ import copy
 import numpy as np
 import pytest
 import torch
-from _sharded_values import LAYOUTS, ROWS, any_layout, each
+from _sharded_values import LAYOUTS, ROWS, any_layout, each, on_mesh
 from _spies import asked
 from _support import DEVICE
+from torch.nn.functional import one_hot
 
 import torchpmap as tp
 
 pytestmark = pytest.mark.usefixtures("pool")
+
+any_put = pytest.mark.parametrize("put", [tp.replicate, lambda x: on_mesh(x, ("i",))])
 
 
 def same(result, expected, rtol=0.0):
@@ -177,3 +180,33 @@ def test_blocks_that_a_kernel_refuses_are_gathered():
     x = torch.arange(4.0).to(torch.float8_e4m3fn)  # whose products of one number torch refuses
     product = tp.device_put(x, tp.devices()) * tp.device_put(x, tp.devices())
     assert product.cpu().float().tolist() == [0, 1, 4, 9]
+
+
+# What torch does below the operations of a class --------------------------------------------------
+
+
+@any_put
+def test_one_hot(put):
+    classes = torch.arange(8).view(4, 2) % 3
+    for count in (-1, 3, 5):
+        result = one_hot(put(classes), count)
+        assert type(result) is tp.ShardedTensor
+        same(result, one_hot(classes, count))
+    same(one_hot(put(classes)[:, :0], 3), one_hot(classes[:, :0], 3))
+    for wrong, count in ((classes - 1, -1), (classes - 1, 3), (classes, 2)):
+        with pytest.raises(RuntimeError, match=r"Class values must be"):
+            one_hot(wrong, count)
+        with pytest.raises(RuntimeError, match=r"index -?\d is out of bounds for dimension"):
+            one_hot(put(wrong), count).cpu()
+    with pytest.raises(RuntimeError, match="LongTensor"):
+        one_hot(put(classes.int()), 3)
+
+
+@any_put
+def test_splits_at_places_on_the_devices(put):
+    for places in (torch.tensor([1, 3, 3, 4]), torch.tensor(2)):
+        expected = torch.tensor_split(ROWS, places)
+        for x in (ROWS, put(ROWS)):
+            there = put(places) if places.ndim else tp.replicate(places)
+            for got, right in zip(torch.tensor_split(x, there), expected, strict=True):
+                same(got, right)

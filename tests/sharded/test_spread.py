@@ -228,6 +228,18 @@ def test_data_that_is_no_weight_moves_to_another_dim_in_one_message():
     assert results[0].sharding.spec == P("x")
 
 
+def test_rows_are_put_by_the_devices_that_have_them():
+    part = normal(3, X.shape[1], seed=5)
+
+    def put(x, part):
+        return [x.slice_scatter(part, 0, 3, 6), x.select_scatter(part[0], 0, -1)]
+
+    results, sent, reshards = spread(put, [X, part], [P("x"), P()])
+    assert (sent, reshards) == ({}, [])
+    assert [result.sharding.spec for result in results] == [P("x")] * 2
+    close([result.cpu() for result in results], put(X, part))
+
+
 _aten = torch.ops.aten
 
 

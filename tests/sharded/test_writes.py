@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from _sharded_values import each, functions, numbers
+from _sharded_values import each, functions, numbers, on_mesh
 from _support import DEVICE, EAGER, TEST_ALL
 from _writing_operators import copied, mapped, run, sample, writing_operators
 
@@ -220,6 +220,64 @@ def test_views_in_inference_mode_share_values():
     expected[1:] *= 2
     same(x, expected)
     same(part, expected[1:].T)
+
+
+# What cannot be written ---------------------------------------------------------------------------
+
+
+OUT_OF_RANGE = """
+    x.index_put_((i,), torch.tensor(1.0)); x.__setitem__(-i - 1, 1.0); x.__setitem__((ALL, i), 1.0)
+    x.__setitem__((i * 0, i), 1.0); x.index_add_(0, i, numbers(2, 4)); x.index_fill_(-1, i, 1.0)
+    x.index_add_(1, 5 - i, numbers(4, 2)); x.index_copy_(0, i, numbers(2, 4))
+    x.put_(i * 4, numbers(2)); x.scatter_(1, i[None].expand(2, 2), 1.0)
+    x.scatter_add_(0, i[:, None], numbers(2, 1))
+    x.scatter_reduce_(0, i[:, None], numbers(2, 1), "amax")
+"""
+
+
+def test_a_write_to_places_that_do_not_exist_leaves_the_value():
+    places = torch.tensor([1, 6])
+    for name, write in functions("x, i, ALL=slice(None)", OUT_OF_RANGE).items():
+        with pytest.raises((IndexError, RuntimeError)):
+            write(numbers(4, 4), places)
+        for spec in (("i",), (None, "i"), ()):
+            x = on_mesh(numbers(4, 4), spec)
+            with pytest.raises(
+                IndexError, match=r"index -?\d+ is out of bounds for dimension [01]"
+            ):
+                write(x, places)
+            assert torch.equal(x.cpu(), numbers(4, 4)), (name, spec)
+    x = cut(numbers(4, 4))
+    x.index_add_(0, tp.replicate(places), numbers(2, 4))  # its numbers are not known here
+    with pytest.raises(RuntimeError) as raised:
+        x.cpu()
+    assert any("aten.index_add_.default" in note for note in raised.value.__notes__)
+
+
+OVERLAPPING = """
+    x.add_(x.T); x.copy_(x.T); x.T.copy_(x); x.lerp_(x.T, 0.5); x.__setitem__(ALL, x.T)
+    torch.add(x, 1, out=x.T); torch.cumsum(x.T, 0, out=x); x.index_copy_(0, i, x[1:3])
+    x.index_add_(0, i, x[2:]); x[1:].add_(x[:-1]); x[0].mul_(x[0, 1])
+    torch._foreach_add_([x], [x.T])
+    x.masked_fill_(x > 1, x[0, 1]); x.fill_(x[1, 1]); x.index_fill_(0, i, x[1, 1]); x.add_(x)
+    x.masked_scatter_(x > 0, x.T); x.mul_(x.detach()); x.T.add_(x.T); x.view(4, 4).mul_(x)
+    x[:2].add_(x[2:]); x[:, :2].add_(x[:, 2:]); x[:, 0].add_(x[:, 1]); x.T.add_(x.T.clone())
+"""
+
+
+@each("write", "x, i, ALL=slice(None)", OVERLAPPING)
+def test_a_write_to_what_is_read_raises_where_torch_raises(write):
+    """... which is if a part is read, or all in another order of dims."""
+    outcomes = []
+    for put in (torch.clone, tp.replicate, lambda x: on_mesh(x, (None, "i"))):
+        x = put(numbers(4, 4))
+        try:
+            write(x, torch.tensor([0, 1]))
+        except RuntimeError as error:
+            outcomes.append(str(error))
+        else:
+            outcomes.append(x.tolist())
+    assert outcomes[0] == outcomes[1] == outcomes[2]  # values, or torch's texts
 
 
 # Another value ------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torchpmap._sharded.constraints import wishes
 from torchpmap._sharded.spmd import Emitter
 from torchpmap._sharded.spread import Spread
 from torchpmap._sharded.summands import Moved, Value
-from torchpmap._trace.graphs import call
+from torchpmap._trace.graphs import call, drop_dead
 from torchpmap._trace.program import Outcome
 from torchpmap._trace.remat import Following
 from torchpmap._trace.repetition import keep_places
@@ -69,6 +69,7 @@ def plans_of(
     grid = target.grid
     assert isinstance(grid, CommonGrid)
     _write_norms_as_roots(graph)
+    _take_for_copies(graph)
     emitter = Emitter(grid)
     wish = {node: grid.cut_of(layout) for node, layout in wishes(graph).items()}
     spread = Spread(graph, emitter, wish)
@@ -139,6 +140,18 @@ def _write_norms_as_roots(module: GraphModule) -> None:
             made = call(module.graph, _aten.sqrt.default, made)
         node.replace_all_uses_with(made)
         module.graph.erase_node(node)
+
+
+def _take_for_copies(module: GraphModule) -> None:
+    """Take what a part is overwritten with for its copy, which reads only shape, dtype and strides
+    of the part: to have that, devices would exchange rows.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=_aten.copy.default):
+        source, kind = node.args[1], node.meta["val"]
+        value = source.meta["val"]
+        if (value.shape, value.dtype, value.stride()) == (kind.shape, kind.dtype, kind.stride()):
+            node.replace_all_uses_with(source)
+    drop_dead(module.graph)
 
 
 _aten = torch.ops.aten

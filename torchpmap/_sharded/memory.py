@@ -162,6 +162,26 @@ def _copying(into: Any, value_of: Any) -> Callable[..., torch.Tensor]:
     return copy
 
 
+def _one_hot(keys: Any, x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """A class that does not exist raises where the result is used.  torch writes the ones of plain
+    tensors, but compares a subclass with each class, and so gives zeros (torch 2.11 to 2.15).
+    """
+    if not isinstance(x, Remote) or x.dtype is not torch.int64:
+        made = _aten.one_hot.default.redispatch(keys.remove(_SUBCLASSES), x, num_classes)
+        return cast(torch.Tensor, made)
+    count = int(x.max()) + 1 if num_classes == -1 else num_classes
+    places = x.unsqueeze(-1)
+    return torch.zeros_like(places.expand(*x.shape, count)).scatter_(-1, places, 1)
+
+
+def _tensor_split(keys: Any, x: torch.Tensor, places: torch.Tensor, dim: int = 0) -> Any:
+    """torch reads the memory of the places."""
+    if isinstance(places, Remote):
+        places = places.to_host()
+    split = _aten.tensor_split.tensor_indices_or_sections
+    return split.redispatch(keys.remove(_SUBCLASSES), x, places, dim)
+
+
 _library = torch.library.Library("aten", "IMPL")
 _FORGETFUL = {
     _aten.kron.out: _aten.kron.default,
@@ -172,6 +192,8 @@ _FORGETFUL = {
 }
 _KERNELS: dict[Any, Callable[..., Any]] = {
     _aten._has_compatible_shallow_copy_type.default: _may_share_memory,
+    _aten.one_hot.default: _one_hot,
+    _aten.tensor_split.tensor_indices_or_sections: _tensor_split,
     **{into: _copying(into, value_of) for into, value_of in _FORGETFUL.items()},
 }
 for _operator, _kernel in _KERNELS.items():

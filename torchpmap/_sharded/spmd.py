@@ -176,7 +176,7 @@ class Emitter:
         if rows is not None:
             shape = operation.block_shape(operation.call.results[0], operation.placement.results[0])
             function = rows_put if rows.is_back else rows_taken
-            return [self.call(function, *blocks, self.place_along(rows.over), rows[:4], shape)]
+            return [self.call(function, self.place_along(rows.over), rows[:4], shape, *blocks)]
         func, arguments = operation.block_call()
         if operation.rounds_parts and arguments.get("dtype") in ROUNDED:
             arguments = arguments | {"dtype": ROUNDED[arguments["dtype"]]}
@@ -296,34 +296,36 @@ def own_block(whole: torch.Tensor, dim: int, size: int, index: torch.Tensor) -> 
 
 
 def rows_taken(
-    block: torch.Tensor, place: torch.Tensor, rows: Sequence[int], shape: Sequence[int]
+    place: torch.Tensor, rows: Sequence[int], shape: Sequence[int], block: torch.Tensor
 ) -> torch.Tensor:
     """The rows that the block at ``place`` has, and in place of the others -0.0: to add it to a
     number changes no bit.
     """
     dim, start, step, count = rows
     at = torch.arange(count, device=place.device) * step + start - place * block.shape[dim]
-    taken = _rows_at(block, dim, at, complex(-0.0, -0.0) if block.is_complex() else -0.0)
+    nothing = block.new_full((), complex(-0.0, -0.0) if block.is_complex() else -0.0)
+    taken = _rows_at(block, dim, at, nothing)
     return taken.to(ROUNDED.get(block.dtype, block.dtype)).reshape(shape)
 
 
 def rows_put(
-    part: torch.Tensor, place: torch.Tensor, rows: Sequence[int], shape: Sequence[int]
+    place: torch.Tensor, rows: Sequence[int], shape: Sequence[int], *blocks: torch.Tensor
 ) -> torch.Tensor:
-    """The block at ``place`` of zeros with ``part`` for these rows."""
+    """The block at ``place`` of the first of two, or of zeros, with the last as these rows."""
     dim, start, step, count = rows
     at = torch.arange(shape[dim], device=place.device) + place * shape[dim] - start
     at = torch.where(at % step == 0, at // step, -1)
-    return _rows_at(part.reshape(*shape[:dim], count, *shape[dim + 1 :]), dim, at, 0.0)
+    part = blocks[-1].reshape(*shape[:dim], count, *shape[dim + 1 :])
+    return _rows_at(part, dim, at, blocks[0] if len(blocks) > 1 else part.new_zeros(()))
 
 
-def _rows_at(x: torch.Tensor, dim: int, at: torch.Tensor, other: complex) -> torch.Tensor:
+def _rows_at(x: torch.Tensor, dim: int, at: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The rows of ``x`` at these places, and ``other`` where it has no such row."""
     size = x.shape[dim]
     known = ((at >= 0) & (at < size)).view(-1, *[1] * (x.dim() - dim - 1))
     if size > 1:  # else it is broadcast
         x = _aten.index.Tensor(x, [*[None] * dim, at.clamp(0, size - 1)])
-    return torch.where(known, x, torch.full((), other, dtype=x.dtype, device=x.device))
+    return torch.where(known, x, other)
 
 
 def listed(index: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:

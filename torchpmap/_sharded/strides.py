@@ -19,7 +19,8 @@ import torch
 from torchpmap._base.torch_internals import below_dispatch, new_wrapper
 from torchpmap._sharded.arguments import CHANNELS_LAST
 from torchpmap._sharded.memory import CPU, STRIDED
-from torchpmap._sharded.views import Make, is_linked
+from torchpmap._sharded.unforeseen import name_of
+from torchpmap._sharded.views import Make, is_linked, linked
 
 _aten = torch.ops.aten
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -181,6 +182,35 @@ _READINGS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.view_as_real.default: torch.view_as_real,
 }
 """Views whose elements are not those of their parent; the whole memory is read by the same view."""
+
+
+_READING_FIRST = ("fill_", "index_fill_", "masked_fill_", "masked_scatter_")
+
+
+def check_overlap(func: Any, targets: Sequence[Any], operands: Sequence[Any]) -> None:
+    """Raise torch's error for a write to a part of the memory of an operand, or to all of it in
+    another order of dims.  It is torch's rule, which asks only about tensors without gaps.
+    """
+    for target in targets:
+        if not is_linked(target) or name_of(func) in _READING_FIRST:
+            continue
+        others = linked(target)[1:]
+        if any(x is other and _overlap_partly(target, x) for x in operands for other in others):
+            raise RuntimeError(
+                "unsupported operation: some elements of the input tensor and the written-to "
+                "tensor refer to a single memory location. Please clone() the tensor before "
+                "performing the operation."
+            )
+
+
+def _overlap_partly(*pair: torch.Tensor) -> bool:
+    places = [strides_of(x) for x in pair]
+    starts = [own.offset * x.itemsize for x, own in zip(pair, places, strict=True)]
+    ends = [start + x.nbytes for x, start in zip(pair, starts, strict=True)]
+    if max(starts) >= min(ends) or (places[0] == places[1] and ends[0] == ends[1]):
+        return False
+    alike = [_meta(x.dtype, x.shape, own) for x, own in zip(pair, places, strict=True)]
+    return all(map(_aten.is_non_overlapping_and_dense.default, alike))
 
 
 # -- questions of torch about memory ---------------------------------------------------------------

@@ -55,6 +55,7 @@ from torchpmap._sharded.strides import (
     QUESTIONS,
     RESHAPING,
     Strides,
+    check_overlap,
     in_whole_memory,
     strides_of,
     strides_of_call,
@@ -474,9 +475,10 @@ def _on_devices(
     operation: Operation, operands: list[Any], func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Start an operation on the workers; the results may not be computed yet."""
+    written = [operands[position] for position in operation.written]
+    check_overlap(func, written, operands)
     started = start(operation, ShardedTensor, operands)
-    if operation.written:
-        written = [operands[position] for position in operation.written]
+    if written:
         for target, (_, handle) in zip(written, started, strict=False):
             write(target, handle, make_sharded)
         return operation.trial.result(

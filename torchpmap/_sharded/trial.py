@@ -7,6 +7,7 @@ operands.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import TreeSpec, tree_flatten, tree_unflatten
 from torchpmap._base.torch_internals import outside_modes
 from torchpmap._sharded.arguments import (
+    Slot,
     Unsupported,
     call,
     filled,
@@ -25,6 +27,7 @@ from torchpmap._sharded.arguments import (
     written_slots,
 )
 from torchpmap._sharded.layers import INSTEAD, run_on_blocks
+from torchpmap._sharded.memory import Remote
 from torchpmap._sharded.rules.compute import elementwise
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._sharded.unforeseen import name_of
@@ -74,6 +77,34 @@ class Trial:
         with outside_modes(), torch.no_grad():
             ones = stand_ins(operands, lambda x: torch.ones((1,) * x.ndim, dtype=x.dtype))
             call(self.func, filled(self.arguments, ones))
+
+    def check_places(self, operands: Sequence[Any]) -> None:
+        """Raise ``IndexError`` for places on the host that are not in what is written: the error of
+        a device would come late, and leave no value.
+        """
+        given = self.arguments.get("index", self.arguments.get("indices"))
+        if given is None or self.arguments.get("self") != Slot(self.written[0]):
+            return
+        shape = self.values[self.written[0]].shape or (1,)
+        dim = self.arguments.get("dim", 0) % len(shape)
+        if name_of(self.func) == "put_":
+            shape = (math.prod(shape),)
+        for k, slot in enumerate(given) if isinstance(given, list) else [(dim, given)]:
+            if slot is None or isinstance(operands[slot.position], Remote):
+                continue
+            places, size = operands[slot.position], shape[k]
+            least = -size if name_of(self.func) in _FROM_END else 0
+            with outside_modes():
+                wrong = places[(places < least) | (places >= size)].tolist()
+            if wrong:
+                raise IndexError(
+                    f"{self.func}: index {wrong[0]} is out of bounds for dimension {k} with size "
+                    f"{size}"
+                )
+
+
+_FROM_END = ("_index_put_impl_", "index_fill_", "index_put_", "put_")
+"""They take negative places, which count from the end."""
 
 
 def tried(

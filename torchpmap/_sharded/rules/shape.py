@@ -61,47 +61,36 @@ def _repeat(call: Call) -> Signature:
 def _part(call: Call) -> Signature:
     """A part of ``self`` along some dims, or the whole with ``src`` or a gradient as that part.
 
-    Each device has these dims whole.
+    Each device has these dims whole.  Only the dim of rows may be cut: those that devices have are
+    added up, or put.
     """
-    x: Any = call.arguments.get("self")
-    source: Any = call.arguments.get("src", call.arguments.get("grad_output"))
+    arguments = call.arguments
+    x: Any = arguments.get("self")
+    source: Any = arguments.get("src", arguments.get("grad_output"))
     part = call.results[0] if source is None else source.shape
     whole = x.shape if source is None else call.results[0]
-    both = "dim1" in call.arguments
-    named = [call.arguments[name] for name in (("dim1", "dim2") if both else ("dim",))]
-    is_all = "start" in call.arguments and part == whole
-    labels = numbered(len(whole), set() if is_all else dims_of(named, len(whole)))
+    both = "dim1" in arguments
+    named = [arguments[name] for name in (("dim1", "dim2") if both else ("dim",))]
+    is_all = "start" in arguments and part == whole
+    dims = set() if is_all else dims_of(named, len(whole))
+    labels = numbered(len(whole), dims)
     rest = tuple(label for label in labels if label is not None)
     own = labels if len(part) == len(whole) else (*rest, *(None,) * (len(part) - len(rest)))
+    rows = None
+    if dims and math.prod(part) and not arguments.keys().isdisjoint(("index", "start")):
+        (dim,) = dims
+        places = range(whole[dim])
+        if "index" in arguments:
+            places = places[arguments["index"] :][:1]
+        else:
+            places = places[arguments["start"] : arguments["end"] : arguments["step"]]
+        labels = numbered(len(whole), set())
+        rows = Rows(dim, places.start, places.step, len(places), source is not None)
+    given = {} if x is None else {x.position: labels}
     if source is None:
-        return Signature({x.position: labels}, (own,) * len(call.results))
-    if x is None:
-        return Signature({source.position: own}, (labels,), size="input_sizes")
-    return Signature({x.position: labels, source.position: own}, (labels,))
-
-
-def _rows(call: Call) -> Signature | None:
-    """``_part``, but the dim may be cut: the parts that devices have are added up, or put."""
-    (operand,), arguments = call.operands, call.arguments
-    is_back = "grad_output" in arguments
-    part, whole = call.results[0], operand.shape
-    if is_back:
-        part, whole = whole, part
-    if part == whole or not math.prod(part):
-        return _part(call)
-    (dim,) = dims_of(arguments["dim"], len(whole))
-    is_one = "index" in arguments
-    places = range(whole[dim])
-    if is_one:
-        places = places[arguments["index"] :][:1]
-    else:
-        places = places[arguments["start"] : arguments["end"] : arguments["step"]]
-    labels = numbered(len(whole), set())
-    own = (*labels[:dim], *(None,) * (not is_one), *labels[dim + 1 :])
-    given, made = (own, labels) if is_back else (labels, own)
-    rows = Rows(dim, places.start, places.step, len(places), is_back)
-    size = "input_sizes" if is_back else None
-    return Signature({operand.position: given}, (made,), ("sum",), size, rows=rows)
+        return Signature(given, (own,) * len(call.results), ("sum",) if rows else (), rows=rows)
+    size = "input_sizes" if x is None else None
+    return Signature(given | {source.position: own}, (labels,), size=size, rows=rows)
 
 
 def _stack(call: Call) -> Signature:
@@ -142,11 +131,11 @@ SHAPE: dict[str, Rule] = {
     "new_zeros": _new,
     "permute": _permute,
     "repeat": _repeat,
-    "select": _rows,
-    "select_backward": _rows,
+    "select": _part,
+    "select_backward": _part,
     "select_scatter": _part,
-    "slice": _rows,
-    "slice_backward": _rows,
+    "slice": _part,
+    "slice_backward": _part,
     "slice_scatter": _part,
     "split": _part,
     "split_with_sizes": _part,

@@ -74,7 +74,7 @@ class Rows(NamedTuple):
     step: int
     length: int
     is_back: bool
-    """Whether they are put into a whole of zeros, of which they are the operand."""
+    """Whether they are put: into the first of two operands, or into zeros."""
     over: tuple[int, ...] = ()
     """The dims of the grid that cut the dim."""
 
