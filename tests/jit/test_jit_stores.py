@@ -143,6 +143,22 @@ def a_hidden_state(on):
     return [*map(step, on.rows(4)), model.hidden, *model.parameters()]
 
 
+@CASES.add(2)
+def objects_in_a_list(on):
+    layers = [Slotted(), SimpleNamespace()]
+    for each in layers:
+        each.last = on.put(data())
+
+    @on.jit
+    def f(x):
+        for each in layers:
+            each.last = each.last * 0.5 + x
+        return x.sum()
+
+    found = [*map(f, on.rows(3))]
+    return [*found, *(each.last for each in layers)]
+
+
 @CASES.add(3)
 def what_another_program_reads(on):
     class Model(nn.Module):
@@ -723,3 +739,47 @@ def test_what_another_thread_changes_is_its_own():
     f(x)
     assert holder.progress == 0
     assert holder.last.tolist() == [2] * 4
+
+
+def test_a_trace_that_fails_leaves_objects_in_their_list():
+    layer = SimpleNamespace(last=None)
+    layers, first = [layer], torch.zeros(3)
+    layer.last = first
+
+    def f(x):
+        for each in layers:
+            each.last = x * 2
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        tp.jit(f, compile=EAGER)(torch.ones(3))
+    assert layers == [layer]
+    assert layer.last is first
+
+
+class Shared:
+    """What it holds becomes another value as soon as it was read, as if by another thread."""
+
+    __slots__ = ("last", "later")
+
+    def __getattribute__(self, name):
+        found = object.__getattribute__(self, name)
+        if name == "last" and (later := object.__getattribute__(self, "later")) is not None:
+            self.last, self.later = later, None
+        return found
+
+
+def test_a_call_reads_once_what_is_stored():
+    shared = Shared()
+    shared.last, shared.later = torch.ones(4), None
+
+    @tp.jit(compile=EAGER, fullgraph=True)
+    def f(x):
+        shared.last = shared.last * 0.5 + x
+        return shared.last.sum()
+
+    for _ in range(2):  # then it is on the devices
+        f(torch.ones(4))
+    before, shared.later = shared.last.sum(), torch.ones(2)
+    assert f(torch.ones(4)) == before * 0.5 + 4
+    assert shared.last.shape == (4,)

@@ -159,12 +159,15 @@ class Snapshot:
         for table, copy, *_ in self._tables.values():
             if isinstance(table, dict):
                 _restore_dict(table, copy, is_alone)
-            elif is_alone and not _same(table, copy):
+            elif _same(table, copy):  # its items may still hold tensors of a trace
+                continue
+            elif is_alone:
                 table.clear()
                 (table.update if isinstance(table, set) else table.extend)(copy)
             elif not isinstance(table, set):
+                own = set(map(id, copy))
                 for place in reversed(range(len(table))):
-                    if _has_traced(table[place]):
+                    if id(table[place]) not in own and _has_traced(table[place]):
                         del table[place]
         for owner, name, value in self._places:
             if _read(owner, name) is not value:

@@ -76,6 +76,8 @@ _BY_NAME = (Optimizer, LRScheduler, torch.amp.GradScaler)
 
 _Known = tuple[Any, Surroundings]
 """What runs a kind of call (None: the function itself), and what it reads from outside."""
+_Found = tuple[Any, Sequence[torch.Tensor]]
+"""What runs a call (None: the function itself), and the tensors that it takes."""
 
 
 class Jitted(Made, Generic[_P, _R]):
@@ -148,7 +150,7 @@ class Jitted(Made, Generic[_P, _R]):
             TraceError: the function cannot be traced, or is never traced (``compile=False``).
         """
         call = JitCall(self._fun, args, kwargs)
-        program = self._program(call, self._make) if self._is_traced else None
+        program = self._program(call, self._make)[0] if self._is_traced else None
         if program is None:
             prefix = self._options.prefix
             raise TraceError(f"{prefix}: it runs operation by operation: there is no graph to show")
@@ -156,11 +158,11 @@ class Jitted(Made, Generic[_P, _R]):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = JitCall(self._fun, args, kwargs)
-        program = self._program(call, self._make)
-        if program is not None and not program.refuses(call.tensors):
+        program, taken = self._program(call, self._make)
+        if program is not None and not program.refuses(taken):
             if config.sought and program.has_effects:
                 return self._by_operation(args, kwargs)
-            return program.run(call.tensors)
+            return program.run(taken)
         if program is not None:
             reason = "it writes to an argument that shares its value with another or a closure"
             verdict = Untraceable(reason, self._options.where, "a copy of one of them")
@@ -177,11 +179,10 @@ class Jitted(Made, Generic[_P, _R]):
         """The call as transforms around it see it."""
         call = JitCall(self._fun, args, kwargs)
         make = functools.partial(Outline, make=functools.partial(_Derived, self))
-        outline = self._program(call, make)
-        return self.__wrapped__(*args, **kwargs) if outline is None else outline.call(call.tensors)
+        outline, taken = self._program(call, make)
+        return self.__wrapped__(*args, **kwargs) if outline is None else outline.call(taken)
 
-    def _program(self, call: JitCall, make: Callable[..., Any]) -> Any:
-        """What runs a call; None: the function itself, operation by operation."""
+    def _program(self, call: JitCall, make: Callable[..., Any]) -> _Found:
         structure, kinds = call.structure, tuple(map(leaf_key, call.leaves))
         modes = torch.is_grad_enabled(), make is self._make
         key = structure, structure.dict_order, keyed(), modes, kinds
@@ -194,22 +195,23 @@ class Jitted(Made, Generic[_P, _R]):
                 found = self._found(key, call)  # another thread may have traced it
                 if found is None:
                     found = self._traced(key, call, make)
-        return found[0]
+        return found
 
-    def _found(self, key: Hashable, call: JitCall) -> _Known | None:
+    def _found(self, key: Hashable, call: JitCall) -> _Found | None:
         programs = self._programs.get(key, [])
         for place, entry in enumerate(tuple(programs)):
             program, surroundings = entry
             if program is None:  # the last one
-                return entry
-            if program.holds(call.tensors) and not surroundings.changed():
+                return None, ()
+            taken = program.taken(call.tensors)
+            if taken is not None and not surroundings.changed():
                 if place:
                     with self._lock:
                         programs.sort(key=lambda each: each is not entry)
-                return entry
+                return program, taken
         return None
 
-    def _traced(self, key: Hashable, call: JitCall, make: Callable[..., Any]) -> _Known:
+    def _traced(self, key: Hashable, call: JitCall, make: Callable[..., Any]) -> _Found:
         self._note(call, make is not self._make)
         objects = tuple(call.objects())
         own: list[Environment] = []
@@ -230,27 +232,26 @@ class Jitted(Made, Generic[_P, _R]):
                 )
                 if make is self._make:
                     others = [x for kept in self._programs.values() for x, _ in kept]
-                    program = storing(complete, call, snapshot, others, look, where)
+                    program, taken = storing(complete, call, snapshot, others, look, where)
                 else:
-                    program = complete(call)
+                    program, taken = complete(call), call.tensors
                     for slot in look(()):
                         raise slot.refusal(where)
             except BaseException as error:
                 snapshot.restore()
                 if not isinstance(error, Untraceable):
                     raise
-                nothing = None, surroundings
                 if not isinstance(error, NotYet):
                     self._traces.untraced(self._options, error, _BY_OPERATION)
-                    self._keep(key, nothing)
-                return nothing
+                    self._keep(key, (None, surroundings))
+                return None, ()
         keys = {x.key for x in program.slots} if isinstance(program, Storing) else set()
         own = [each.without(keys) for each in own] if keys else own
         noted = Surroundings([self._environment.without(keys), *own])
         if isinstance(program, Outline):
             program.surroundings = noted
         self._keep(key, (program, noted))
-        return program, noted
+        return program, taken
 
     def _keep(self, key: Hashable, known: _Known) -> None:
         programs = self._programs.setdefault(key, [])

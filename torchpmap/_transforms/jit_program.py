@@ -287,19 +287,19 @@ class Program:
         place = self._places.get(id(x))
         return ClosedOver(x) if place is None else Argument(place)
 
-    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether all is as it was when the function was traced, but for values."""
+    def taken(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        """What it takes of a call; None unless all is as it was in the trace, but for values."""
         if not self.plan.holds() or kinds_of(self._closed) != self._kinds:
-            return False
+            return None
         if self._pattern(tensors) != self._alike:
-            return False
+            return None
         for target, layout in self._asked:
             if layout_of_gradient(target.of(tensors)) != layout:
-                return False
+                return None
         for target, hooks in self._hooked:
             if _hooks(target.of(tensors)) != hooks:
-                return False
-        return all(each.numbers.hold() for each in self._numbers.values())
+                return None
+        return tensors if all(each.numbers.hold() for each in self._numbers.values()) else None
 
     def _pattern(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         """Which arguments are another argument, or are closed over: the graph names a gradient by

@@ -81,20 +81,19 @@ class Storing:
 
     has_effects = True
 
-    def __init__(self, program: Any, slots: Sequence[Slot]) -> None:
-        self._program, self.slots = program, slots
+    def __init__(self, program: Any, slots: Sequence[Slot], key: Hashable) -> None:
+        self._program, self.slots, self._key = program, slots, key
         self.plan, self.resharded = program.plan, program.resharded
-        self._key = _State(slots).key()
 
-    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        self.refuses = program.refuses
+
+    def taken(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What is in the places, and the arguments; see ``Program``."""
         state = _State(self.slots)
-        return state.key() == self._key and bool(self._program.holds([*state.tensors, *tensors]))
-
-    def refuses(self, tensors: Sequence[torch.Tensor]) -> bool:
-        return bool(self._program.refuses([*_State(self.slots).tensors, *tensors]))
+        return self._program.taken([*state.tensors, *tensors]) if state.key() == self._key else None
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        result, values = self._program.run([*_State(self.slots).tensors, *tensors])
+        result, values = self._program.run(tensors)
         _write_all(self.slots, values)
         return result
 
@@ -106,17 +105,19 @@ def storing(
     others: Sequence[Any],
     look: Look,
     where: str,
-) -> Any:
-    """What ``make`` makes of a call, that stores what the function does.
+) -> tuple[Any, Sequence[torch.Tensor]]:
+    """What ``make`` makes of a call, that stores what the function does, and what it takes.
 
     others: programs for other calls, which may store tensors.
     """
     known = {x.key: x for each in others if isinstance(each, Storing) for x in each.slots}
     slots = [slot for slot in known.values() if snapshot.has(slot)]
     for _ in range(_MAX_TRACES):
+        state = _State(slots)
+        given = _with_state(call, slots, state, look, snapshot, where)
         try:
-            program = make(_with_state(call, slots, look, snapshot, where))
-            return Storing(program, slots) if slots else program
+            program = make(given)
+            return (Storing(program, slots, state.key()) if slots else program), given.tensors
         except _Found as found:
             snapshot.restore()
             slots = found.slots
@@ -124,12 +125,12 @@ def storing(
 
 
 def _with_state(
-    call: JitCall, slots: list[Slot], look: Look, snapshot: Snapshot, where: str
+    call: JitCall, slots: list[Slot], state: _State, look: Look, snapshot: Snapshot, where: str
 ) -> JitCall:
     """The call with the tensors in the slots as a first argument, and what is there afterwards as a
     second result.
     """
-    fun, state = call.fun, _State(slots)
+    fun = call.fun
 
     def run(tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
         before, given = [slot.read() for slot in slots], state.values(tensors)

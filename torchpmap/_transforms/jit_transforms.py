@@ -188,11 +188,12 @@ class Outline:
         self._function = WholeFunction(make, self._body, inputs, outputs, settings)
         self._function.keys = (len(kinds),) if self._has_key else ()
 
-    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether all is as it was when the function was traced, but for values."""
-        return kinds_of(self._met) == self._kinds and all(
+    def taken(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        """See ``Program``."""
+        is_same = kinds_of(self._met) == self._kinds and all(
             layout_of_gradient(leaf) == layout for leaf, layout in self._asked
         )
+        return tensors if is_same else None
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Any:
         given = [*tensors, *([draw_key()] if self._has_key else ()), *self._closures]
