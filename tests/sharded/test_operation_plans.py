@@ -18,6 +18,7 @@ from _sharded_values import (
     functions,
     numbers,
     on_devices,
+    on_mesh,
     where,
 )
 from _spies import asked
@@ -234,6 +235,8 @@ def check_refusal(function, here, *there):
 def test_dtypes_that_a_kernel_refuses_are_refused_before_anything_is_sent(monkeypatch):
     values = on_devices()
     wholes = {name: tp.replicate(getattr(HERE, name)) for name in ("mask", "ints", "z")}
+    large = torch.ones(4, 20000, dtype=torch.bool)
+    there = on_mesh(large, ("i",)), tp.replicate(large)
     calls = asked(monkeypatch)
     for name, text in (
         ("mask", "x.argmax(); x.argmax(1); x.argmin(0); x.relu(); x - 1.5; x.topk(1, 2)"),
@@ -243,6 +246,8 @@ def test_dtypes_that_a_kernel_refuses_are_refused_before_anything_is_sent(monkey
     ):
         for function in functions("x", text).values():
             check_refusal(function, getattr(HERE, name), getattr(values, name), wholes[name])
+    for function in functions("x", "x.relu(); F.gelu(x); x - 1.5; x.fmod(x); x.floor_()").values():
+        check_refusal(function, large, *there)
     assert not {name for name, _ in calls} - {"fetch"}
     whole = values.ints // values.ints.abs().add(1)
     torch.testing.assert_close(whole.cpu(), HERE.ints // HERE.ints.abs().add(1))

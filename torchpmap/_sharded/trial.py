@@ -111,9 +111,9 @@ def tried(
     func: Any, arguments: dict[str, Any], operands: Sequence[Any], *, on_cpu: bool = True
 ) -> Trial:
     """Run a call on meta tensors of the whole shapes; ``on_cpu``: whether the devices are CPUs."""
-    check_here(func, arguments, operands, on_cpu=on_cpu)
     values = stand_ins(operands, lambda x: meta(x.shape, x.dtype))
     result = masked(on_meta(func, arguments, values), arguments)
+    check_here(func, arguments, operands, on_cpu=on_cpu)
     leaves, spec = tree_flatten(result)
     if any(not (leaf is None or isinstance(leaf, torch.Tensor)) for leaf in leaves):
         raise Unsupported
@@ -183,13 +183,16 @@ def check_here(
     """Run a call in this process, on numbers that stand for its operands, where meta tensors allow
     what kernels refuse and the error of a device would come late.
 
-    Some reductions refuse nothing; on CPUs, dtypes other than the common ones are refused.  A large
+    Some reductions refuse nothing; on CPUs, dtypes other than the common ones are refused.  An
+    elementwise operation is tried on a few elements (some kernels refuse one alone).  Another large
     call is not tried: that would take as long as the call.
 
     Raises:
         Unsupported: it fails, but on other values it may not.
         What torch raises, if it does not depend on the values.
     """
+    if rule_of(func) is elementwise:
+        values = stand_ins(values, lambda x: meta([min(n, 2) for n in x.shape], x.dtype))
     tensors = [x for x in values if isinstance(x, torch.Tensor)]
     is_common = {x.dtype for x in tensors} <= _COMMON or name_of(func) in INSTEAD
     is_large = sum(x.numel() for x in tensors) > _MAX_TRIED
