@@ -4,6 +4,7 @@ stores, and what of torch decides by a value what it writes.
 
 import functools
 import threading
+from contextvars import ContextVar
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -375,6 +376,63 @@ def lists_that_grow(on):
     for x in on.rows(3):
         f(x)
     return seen
+
+
+def leaks_of(on, transform):
+    """What a function that a transform or a loop calls leaves behind is what plain code leaves."""
+    holder, found = Slotted(), []
+
+    def leave(x):
+        inside = []
+
+        def body(c):
+            holder.last = c * 2
+            inside.append(c * 3)
+            return c.sum()
+
+        return transform(body, x), inside
+
+    f = on.jit(lambda x: leave(x)[0])
+    g = on.jit(lambda x: leave(x)[1][0])
+    h = on.jit(lambda x: leave(x)[1][0] + 1)
+    for x in on.rows(2):
+        found += [f(x), holder.last, g(x), h(x)]
+    return found
+
+
+@CASES.add(2)
+def a_context_variable(on):
+    latest = ContextVar("latest")
+
+    @on.jit
+    def f(x):
+        latest.set(latest.get(0) + x)
+        return x.sum()
+
+    return [each for x in on.rows(4) for each in (f(x), latest.get())]
+
+
+@CASES.add(5, fullgraph=False)  # each number is another graph: then it is not traced any more
+def a_counter_in_each_call(on):
+    ring = SimpleNamespace(calls=0, last=on.put(data()))
+
+    @on.jit
+    def f(x):
+        ring.last = ring.last + x
+        ring.calls += 1
+        return x * ring.calls
+
+    return [*map(f, on.rows(9)), ring.last, torch.tensor(ring.calls)]
+
+
+@CASES.add(fullgraph=False)
+def what_a_loop_leaves(on):
+    return leaks_of(on, lambda body, x: tp.scan(lambda c, _: (c + body(c), None), x, None, 2)[0])
+
+
+@CASES.add(fullgraph=False)
+def what_a_derivative_leaves(on):
+    return leaks_of(on, lambda body, x: torch.func.grad(body)(x))
 
 
 # -- layers of torch that store --------------------------------------------------------------------

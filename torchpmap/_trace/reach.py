@@ -191,7 +191,8 @@ class Walk:
         elif isinstance(value, weakref.ReferenceType):
             self._watch(value, Place(origin))
         elif isinstance(value, contextvars.ContextVar):
-            self._watch(functools.partial(value.get, _MISSING), Place(origin))
+            if (id(value), value.name) not in self._stored:
+                self._watch(functools.partial(value.get, _MISSING), Place(origin))
         elif isinstance(value, threading.local):
             self._watch(functools.partial(getattr, value, "__dict__"), Place(origin))
         else:

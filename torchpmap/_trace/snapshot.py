@@ -12,6 +12,7 @@ import enum
 import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from types import CellType, FunctionType, MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import torch
 from torchpmap._base.exact import exact
 from torchpmap._base.pytree import flatten
 from torchpmap._base.sources import is_foreign
-from torchpmap._base.torch_internals import FakeTensor
+from torchpmap._base.torch_internals import FakeTensor, innermost, is_wrapped
 from torchpmap._trace.code import code_facts
 from torchpmap._trace.environment import others_run
 from torchpmap._trace.reach import SIMPLE, dict_of, is_holder
@@ -58,7 +59,9 @@ class Slot(NamedTuple):
 
     def refusal(self, where: str) -> Untraceable:
         """What says that calls cannot store a tensor there."""
-        name = "a variable" if isinstance(self.owner, CellType) else repr(self.name)
+        is_item = isinstance(self.owner, list | deque)
+        name = "an item of a list" if is_item else repr(self.name)
+        name = "a variable" if isinstance(self.owner, CellType) else name
         return Untraceable(
             f"it stores a new tensor ({name}), which later calls would not",
             where,
@@ -129,6 +132,8 @@ class Snapshot:
             elif isinstance(each, type) and not is_foreign(each.__module__):
                 for name in vars(each).keys() - {"__dict__", "__weakref__"}:
                     self._note(each, name)
+            elif isinstance(each, ContextVar):
+                self._note(each, each.name)
             for name in _slots(each):
                 self._note(each, name)
 
@@ -248,7 +253,12 @@ def _differ(now: Any, before: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether each call can have a value of its own like this one."""
-    return all(isinstance(x, _PLAIN) or x is _Missing for x in flatten(value)[0])
+    leaves = flatten(value)[0]
+    return all((isinstance(x, _PLAIN) and not _is_of_transform(x)) or x is _Missing for x in leaves)
+
+
+def _is_of_transform(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_wrapped(value)
 
 
 def _has_tensor(value: Any) -> bool:
@@ -300,6 +310,8 @@ def _read(owner: Any, name: Any) -> Any:
         return owner[name] if name < len(owner) else _Missing
     if isinstance(owner, type):
         return vars(owner).get(name, _Missing)
+    if isinstance(owner, ContextVar):
+        return owner.get(_Missing)
     try:
         return getattr(owner, name)
     except (AttributeError, ValueError):  # not assigned
@@ -308,7 +320,10 @@ def _read(owner: Any, name: Any) -> Any:
 
 def _write(owner: Any, name: Any, value: Any) -> None:
     """Set a name as it was, or take it away."""
-    if value is _Missing and _read(owner, name) is _Missing:
+    if value is _Missing and (isinstance(owner, ContextVar) or _read(owner, name) is _Missing):
+        return  # a trace has a context of its own, which ends with it
+    if isinstance(owner, ContextVar):
+        owner.set(value)
         return
     change: Callable[..., Any]
     change, given = (delattr, ()) if value is _Missing else (setattr, (value,))
@@ -320,7 +335,7 @@ def _write(owner: Any, name: Any, value: Any) -> None:
 
 def _has_traced(value: Any, depth: int = 8) -> bool:
     """Whether a tensor of a trace is in a value that the function has stored."""
-    if isinstance(value, FakeTensor):
+    if isinstance(innermost(value), FakeTensor):
         return True
     if not depth or isinstance(value, torch.nn.Module | type | FunctionType):
         return False

@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
 from torchpmap._base.sources import users_line
+from torchpmap._base.torch_internals import FakeTensor
 from torchpmap._trace.graphs import drop_dead, output_of, results_of, writes
 from torchpmap._trace.optimizers import Numbers, Optimizers
 from torchpmap._trace.passes import clean, protect_inputs
@@ -167,6 +168,8 @@ def _functional(graph: GraphModule, capture: WholeCapture) -> GraphModule:
     for node in reversed(list(nodes)):  # what Optimizer.step tells the profiler
         if getattr(node.target, "namespace", "") == "profiler" and not node.users:
             graph.graph.erase_node(node)
+    drop_dead(graph.graph)
+    _refuse_bodies(graph)
     capture.place(0)
     clean(graph)
     if writes(graph.graph):
@@ -174,6 +177,21 @@ def _functional(graph: GraphModule, capture: WholeCapture) -> GraphModule:
         graph = without_writes(graph, capture.record)
         clean(graph)
     return graph
+
+
+def _refuse_bodies(graph: GraphModule) -> None:
+    """Raise if the graph uses a tensor of the body of a loop or branch, which is no part of it."""
+    here = set(graph.graph.nodes)
+    sources = {source for node in here for source in node.all_input_nodes}
+    constants = graph.graph.find_nodes(op="get_attr")
+    if not sources <= here or any(
+        isinstance(getattr(graph, str(node.target)), FakeTensor) for node in constants
+    ):
+        raise Untraceable(
+            "it uses a tensor of the body of a loop or branch outside of it",
+            users_line(),
+            "what the body returns",
+        )
 
 
 def _effects(

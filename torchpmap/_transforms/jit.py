@@ -12,6 +12,7 @@ import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
@@ -53,7 +54,7 @@ from torchpmap._transforms.jit_program import (
     Program,
     make_options,
 )
-from torchpmap._transforms.jit_stores import Storing, storing
+from torchpmap._transforms.jit_stores import Look, Storing, storing
 from torchpmap._transforms.jit_transforms import Body, Outline
 from torchpmap._transforms.jit_values import leaf_key
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, map_with, outside_dynamo
@@ -225,18 +226,16 @@ class Jitted(Made, Generic[_P, _R]):
                 optimizers = [x for x in reached if isinstance(x, Optimizer)]
                 complete = functools.partial(make, options=self._options, optimizers=optimizers)
                 where, mine = self._options.where, self._programs.get(key, ())
-                look = functools.partial(
-                    snapshot.stored,
-                    where=where,
-                    constants=sum(isinstance(x, Storing) for x, _ in mine) < _MAX_CONSTANTS,
-                )
+                stores = [x for x, _ in mine if isinstance(x, Storing)]
+                is_full = len(stores) >= _MAX_CONSTANTS
+                look = functools.partial(snapshot.stored, where=where, constants=not is_full)
                 if make is self._make:
                     others = [x for kept in self._programs.values() for x, _ in kept]
-                    program, taken = storing(complete, call, snapshot, others, look, where)
+                    same = stores if is_full else ()
+                    program, taken = storing(complete, call, snapshot, others, same, look, where)
                 else:
-                    program, taken = complete(call), call.tensors
-                    for slot in look(()):
-                        raise slot.refusal(where)
+                    outlined = functools.partial(_outlined, complete, call, look, where)
+                    program, taken = copy_context().run(outlined), call.tensors
             except BaseException as error:
                 snapshot.restore()
                 if not isinstance(error, Untraceable):
@@ -290,6 +289,13 @@ class _Derived(Jitted[..., Any]):
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return cast(list[torch.Tensor], self._run(tuple(tensors), {}))
+
+
+def _outlined(complete: Callable[..., Any], call: JitCall, look: Look, where: str) -> Any:
+    program = complete(call)
+    for slot in look(()):
+        raise slot.refusal(where)
+    return program
 
 
 def _with_numbers_of_next() -> AbstractContextManager[None]:

@@ -15,6 +15,8 @@ from torch.autograd.graph import increment_version
 from torchpmap._base.ambient import ambient, for_graph
 from torchpmap._base.devices import Device
 from torchpmap._base.pytree import flatten, flatten_call
+from torchpmap._base.sources import users_line
+from torchpmap._base.torch_internals import innermost
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.plan import Captured, Drawn, Plan
 from torchpmap._plan.stages import LoweredPlan
@@ -120,6 +122,9 @@ class JitCall:
             if id(value) in places:
                 template.append(places[id(value)])
             elif isinstance(value, torch.Tensor) and is_real(value):
+                if not is_real(innermost(value)):
+                    reason = "it returns a tensor of a transform that has ended"
+                    raise Untraceable(reason, users_line(), "what the transform returns")
                 template.append(ClosedOver(value))
             elif isinstance(value, torch.Tensor):
                 places[id(value)] = Again(len(template))

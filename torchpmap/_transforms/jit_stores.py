@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Callable, Hashable, Sequence
+from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torchpmap._base.pytree import flatten, tree_flatten
 from torchpmap._base.torch_internals import torch_function_off
 from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.snapshot import Slot, Snapshot
+from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms.jit_program import JitCall
 from torchpmap._transforms.jit_values import leaf_key
 
@@ -81,8 +83,9 @@ class Storing:
 
     has_effects = True
 
-    def __init__(self, program: Any, slots: Sequence[Slot], key: Hashable) -> None:
-        self._program, self.slots, self._key = program, slots, key
+    def __init__(self, program: Any, slots: Sequence[Slot], state: _State) -> None:
+        self._program, self.slots, self._key = program, slots, state.key()
+        self.constants = _constants(slots)
         self.plan, self.resharded = program.plan, program.resharded
 
         self.refuses = program.refuses
@@ -103,21 +106,33 @@ def storing(
     call: JitCall,
     snapshot: Snapshot,
     others: Sequence[Any],
+    same: Sequence[Storing],
     look: Look,
     where: str,
 ) -> tuple[Any, Sequence[torch.Tensor]]:
     """What ``make`` makes of a call, that stores what the function does, and what it takes.
 
-    others: programs for other calls, which may store tensors.
+    others: programs for other calls, which may store tensors.  same: those for calls of this kind,
+    if there are so many that none is to be added for another value of Python.
     """
     known = {x.key: x for each in others if isinstance(each, Storing) for x in each.slots}
     slots = [slot for slot in known.values() if snapshot.has(slot)]
+    now = _constants(slots) if same else {}
+    for slot in slots:
+        value = now.get(slot.key)
+        if value is not None and all(each.constants.get(slot.key) != value for each in same):
+            raise Untraceable(
+                f"it stores a new tensor, and changes what is none ({slot.name!r}) in each call, "
+                "so that each would need another graph",
+                where,
+                "a tensor for that too, or return the new tensor",
+            )
     for _ in range(_MAX_TRACES):
         state = _State(slots)
         given = _with_state(call, slots, state, look, snapshot, where)
         try:
-            program = make(given)
-            return (Storing(program, slots, state.key()) if slots else program), given.tensors
+            program = copy_context().run(make, given)
+            return (Storing(program, slots, state) if slots else program), given.tensors
         except _Found as found:
             snapshot.restore()
             slots = found.slots
@@ -167,6 +182,12 @@ def _with_state(
     other = copy.copy(call)
     other.fun = lambda *args, **kwargs: run((), args, kwargs)
     return other
+
+
+def _constants(slots: Sequence[Slot]) -> dict[tuple[int, Any], Hashable]:
+    """The numbers and the like that are in the places, by their keys."""
+    values = [(slot.key, slot.read()) for slot in slots]
+    return {key: exact(x) for key, x in values if isinstance(x, SIMPLE)}
 
 
 def _is_same(now: Any, before: Any) -> bool:
