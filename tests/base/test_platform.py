@@ -353,14 +353,14 @@ def test_a_group_that_an_abort_has_missed_is_aborted(monkeypatch, tmp_path):
 
     monkeypatch.setitem(PLATFORMS, "cpu", Asynchronous())
     with groups_of_one(tmp_path, shared_memory=False) as groups:
-        connect = groups._connect
+        connect = groups._connected_group
 
         def slowly(*args):
             group = connect(*args)
             groups.abort(groups.epoch)
             return group
 
-        monkeypatch.setattr(groups, "_connect", slowly)
+        monkeypatch.setattr(groups, "_connected_group", slowly)
         with pytest.raises(GroupLost):
             groups.ensure("alone", ((0,),))
         assert [group.size() for group in aborted] == [1]

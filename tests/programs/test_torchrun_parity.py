@@ -16,7 +16,7 @@ from parity import values
 from parity.cases import LOOPS, PMAPS, is_mapped
 from parity.values import Case
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # the first test waits for the job
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]  # the first test waits for the job
 
 STEP = 1 if TEST_ALL else 12
 COMPILED = ("lc_psum_carry",)
