@@ -21,12 +21,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]  # the first test wai
 STEP = 1 if TEST_ALL else 12
 COMPILED = ("lc_psum_carry",)
 
-PENDING: dict[str, str] = {
-    "go_axes_1_1": "a value that spans processes is not laid out anew (here: cut along dim 1)",
-    "go_jvp": "forward-mode derivatives of values that span processes go by the host",
-    "go_jacfwd": "forward-mode derivatives of values that span processes go by the host",
-}
-
 
 def _chosen() -> dict[str, Case]:
     graphs = sorted(PMAPS, key=lambda case: case["family"])[::STEP]
@@ -52,16 +46,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[
     return answers(NUM_RANKS, folder)
 
 
-def _params() -> list[Any]:
-    params = []
-    for name, case in CHOSEN.items():
-        reason = PENDING.get(case["id"])
-        marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-        params.append(pytest.param(name, marks=marks))
-    return params
-
-
-@pytest.mark.parametrize("name", _params())
+@pytest.mark.parametrize("name", CHOSEN)
 def test_same_as_jax(results: list[dict[str, Any]], name: str) -> None:
     case = CHOSEN[name]
     for rank, result in enumerate(results):
@@ -74,7 +59,3 @@ def test_same_as_jax(results: list[dict[str, Any]], name: str) -> None:
         else:
             assert not isinstance(got, Raised), f"rank {rank}: {got}"
             values.check(got, values.expectation(case), values.widened(case))
-
-
-def test_every_pending_case_exists() -> None:
-    assert set(PENDING) <= {case["id"] for case in PMAPS}
