@@ -28,7 +28,6 @@ BASES = {
 WRITES = {
     "index_add": lambda z, v: z.index_add(1, AT, v),
     "index_copy": lambda z, v: z.index_copy(1, AT, v),
-    "index_fill": lambda z, v: z.index_fill(1, AT, 2),
     "index_put": lambda z, v: z.index_put((PLACES[:, 0, 0],), v[0]),
     "index_put of a sum": lambda z, v: z.index_put((PLACES[:, 0, 0],), v[0], accumulate=True),
     "put": lambda z, v: z.put(PLACES[0], v[0]),
@@ -38,6 +37,12 @@ WRITES = {
     "slice_scatter": lambda z, v: z.slice_scatter(v, 1, 3, 4),
     "diagonal_scatter": lambda z, v: z.diagonal_scatter(v[:, 0], 0, 0, 1),
 }
+IS_OLD = torch.__version__ < "2.13"
+if not IS_OLD:  # torch.compile cannot either
+    WRITES["index_fill"] = lambda z, v: z.index_fill(1, AT, 2)
+FEW_BITS = pytest.mark.xfail(
+    IS_OLD, reason="C++ of torch 2.11 keeps more bits of what is computed in few", strict=True
+)
 
 
 def to_itself(y):
@@ -161,6 +166,7 @@ def numbers(x):
     yield from ((x > 0).max(), (x > 9).amin(0), (x * 9).short().abs().amin(), x.short().argmax(0))
 
 
+@FEW_BITS
 def test_numbers_are_those_of_plain_torch():
     rows = torch.randn(2, 21, 37, generator=torch.Generator().manual_seed(1))
     results = tp.pmap(lambda x: list(numbers(x)), axis_name="i", fullgraph=True)(rows)
@@ -202,6 +208,7 @@ def slopes(x):
     yield (x * 3).half().double() - (x * 3).double()
 
 
+@FEW_BITS
 def test_what_is_compared_is_the_same_number_in_every_loop():
     rows = torch.randn(2, 21, 37, generator=torch.Generator().manual_seed(1))
     results = tp.pmap(lambda x: list(slopes(x)), axis_name="i", fullgraph=True)(rows)
@@ -211,6 +218,7 @@ def test_what_is_compared_is_the_same_number_in_every_loop():
             torch.testing.assert_close(mine[k].cpu(), right, **tolerances)
 
 
+@FEW_BITS
 def test_numbers_of_few_bits_are_rounded_before_more_bits_decide():
     decided = lambda x: ((x.bfloat16() * 1.3).frac(), (x.half() * 3.3).double().floor())  # noqa: E731
     rows = torch.randn(2, 21, 37, generator=torch.Generator().manual_seed(1)) * 9
