@@ -219,6 +219,9 @@ def test_what_is_compared_is_the_same_number_in_every_loop():
 
 
 @FEW_BITS
+@pytest.mark.xfail(
+    torch.__version__ >= "2.15", reason="there a number beside few bits is rounded too", strict=True
+)
 def test_numbers_of_few_bits_are_rounded_before_more_bits_decide():
     decided = lambda x: ((x.bfloat16() * 1.3).frac(), (x.half() * 3.3).double().floor())  # noqa: E731
     rows = torch.randn(2, 21, 37, generator=torch.Generator().manual_seed(1)) * 9
