@@ -476,7 +476,8 @@ def _on_devices(
 ) -> Any:
     """Start an operation on the workers; the results may not be computed yet."""
     written = [operands[position] for position in operation.written]
-    check_overlap(func, written, operands)
+    if written:
+        check_overlap(func, written, operands)
     started = start(operation, ShardedTensor, operands)
     if written:
         for target, (_, handle) in zip(written, started, strict=False):

@@ -21,7 +21,7 @@ import torch
 from torchpmap._base.exact import exact
 from torchpmap._base.pytree import flatten
 from torchpmap._base.sources import is_foreign
-from torchpmap._base.torch_internals import FakeTensor, innermost, is_wrapped
+from torchpmap._base.torch_internals import FakeTensor, innermost
 from torchpmap._trace.code import code_facts
 from torchpmap._trace.environment import others_run
 from torchpmap._trace.reach import SIMPLE, dict_of, is_holder
@@ -254,11 +254,7 @@ def _differ(now: Any, before: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     """Whether each call can have a value of its own like this one."""
     leaves = flatten(value)[0]
-    return all((isinstance(x, _PLAIN) and not _is_of_transform(x)) or x is _Missing for x in leaves)
-
-
-def _is_of_transform(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and is_wrapped(value)
+    return all((isinstance(x, _PLAIN) and innermost(x) is x) or x is _Missing for x in leaves)
 
 
 def _has_tensor(value: Any) -> bool:
