@@ -59,6 +59,7 @@ _ROWS = {
         "torch.cat([leaf.flatten() for leaf in leaves]) of leaves, spec = tree_flatten(tree); "
         "back by torch.split, view_as and tree_unflatten"
     ),
+    "dynamic_update_index_in_dim": "tp.dynamic_update_slice_in_dim(x, y.unsqueeze(d), i, d)",
     "select": "torch.where",
     "stop_gradient": "x.detach()",
     "nn numpy jnp": "torch.nn.functional, torch",

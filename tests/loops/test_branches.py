@@ -29,6 +29,18 @@ def test_numbers_take_the_dtype_of_a_tensor_in_another_branch():
     same_everywhere(program, X, torch.tensor(0), expected=expected)
 
 
+def test_the_only_operand_by_its_name():
+    """It may be None, as programs of JAX write a branch without operands."""
+
+    def program(x, index):
+        halves = tp.cond(x.sum() > 0, lambda v: v[0] / 2, lambda v: v[1], operand=(x, -x))
+        other = tp.cond(True, lambda _: x, lambda _: -x, operand=None)
+        none = tp.switch(index, [lambda _: x, lambda _: -x], operand=None)
+        return halves, other, none
+
+    same_everywhere(program, X, torch.tensor(1), expected=(X / 2, X, -X))
+
+
 def test_a_switch_is_traced_once_for_each_branch():
     runs = []
 

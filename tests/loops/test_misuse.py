@@ -46,6 +46,8 @@ TYPE_ERRORS = {
     r"returned bool\[2\]": lambda x: tp.while_loop(lambda v: v > 0, lambda v: v, x),
     r"output: float32\[2\] from true_fun, int32\[2\] from false_fun":
         lambda x: tp.cond(x.sum() > 0, lambda: x, lambda: x.int()),
+    "cond: got operand= beside 1 operands by position":
+        lambda x: tp.cond(x.sum() > 0, torch.sin, torch.cos, x, operand=x),
     "same structure": lambda x: tp.cond(x.sum() > 0, lambda: x, lambda: (x, x)),
     r"true_fun returned \(\*, None\) and false_fun returned \(\*, \*\)":
         lambda x: tp.cond(x.sum() > 0, lambda: (x, None), lambda: (x, x)),

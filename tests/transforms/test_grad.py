@@ -50,6 +50,14 @@ def test_pytree_arguments_with_empty_leaves():
     assert gradient["b"][1] is None
 
 
+def test_complex_gradients_are_those_of_torch():
+    """Of the real part u of f(z) = 3i z * z: du/dx + i du/dy, and f'(z) is its conjugate."""
+    z = torch.tensor(1 + 2j)
+    got = grad(lambda z: (3j * z * z).real)(z)
+    assert got.item() == -12 - 6j
+    assert got.conj().item() == (6j * z).item()
+
+
 def test_keyword_arguments_pass_through_and_the_name_is_kept():
     seen = {}
 

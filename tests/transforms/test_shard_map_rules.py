@@ -294,10 +294,12 @@ def test_dims_instead_of_specs(mesh):
         return a - tp.pmean(a, "x"), b.sum()
 
     with tp.set_mesh(mesh):
-        mapped = tp.smap(f, in_axes=(1, None), out_axes=(1, None), axis_name="x", compile=EAGER)
-        apart, total = mapped(X, X)
+        options = {"in_axes": (1, None), "out_axes": (1, None), "axis_name": "x", "compile": EAGER}
+        apart, total = tp.smap(f, **options)(X, X)
+        again, _ = tp.smap(**options)(f)(X, X)
     halves = torch.stack(X.chunk(2, 1))
     assert torch.equal(apart.cpu(), torch.cat(list(halves - halves.mean(0)), 1))
+    assert torch.equal(apart.cpu(), again.cpu())
     assert total.item() == X.sum()
 
 

@@ -72,12 +72,16 @@ _OTHER_NAMES = {
 }
 """Keyword arguments as torch, or another version or function of JAX, calls them."""
 
-_INSTEAD_IN_JIT = {
+_INSTEAD = {
+    "allow_int": "integers have no gradient here, leave them out of argnums",
+    "holomorphic": "the derivative of f is grad(lambda z: f(z).real)(z).conj()",
+    "impl": "leave it out, keys are those of threefry2x32",
     "in_shardings": "place the arguments with torchpmap.device_put",
+    "spmd_axis_name": "leave it out, it changes no value",
     "static_argnames": "leave it out, arguments that are no tensors are static",
     "static_argnums": "leave it out, arguments that are no tensors are static",
 }
-"""Keyword arguments of ``jax.jit`` that have no counterpart."""
+"""Keyword arguments of JAX that have no counterpart."""
 
 
 def _name_keyword(function: Callable[..., Any], error: TypeError) -> None:
@@ -88,11 +92,11 @@ def _name_keyword(function: Callable[..., Any], error: TypeError) -> None:
         return
     known = inspect.signature(function).parameters
     given = found[1]
-    close = [_OTHER_NAMES.get(given, ""), *difflib.get_close_matches(given, known, 1)]
-    name = next((name for name in close if name in known), None)
-    told = f"it is {name} here" if name else ""
-    if function.__name__ == "jit":
-        told = _INSTEAD_IN_JIT.get(given, told)
+    name = _OTHER_NAMES.get(given)
+    told = None if name in known else _INSTEAD.get(given)
+    if told is None:
+        close = [name, *difflib.get_close_matches(given, known, 1)]
+        told = next((f"it is {name} here" for name in close if name in known), None)
     if told:
         error.args = (f"{error}: {told}.",)
 

@@ -48,6 +48,7 @@ def cond(
     true_fun: Callable[..., Any],
     false_fun: Callable[..., Any],
     *operands: Any,
+    operand: Any = ...,
 ) -> Any:
     """Call one of two functions, by a predicate that may be a traced value.
 
@@ -62,6 +63,7 @@ def cond(
         true_fun: called with the operands.
         false_fun: called with the operands; returns the same structure, shapes and dtypes.
         operands: pytrees of tensors; the functions may close over others.
+        operand: in place of ``operands``, the only one.
 
     Returns:
         What the function returns.
@@ -80,6 +82,7 @@ def cond(
     funs, names = (true_fun, false_fun), ("true_fun", "false_fun")
     for name, fun in zip(names, funs, strict=True):
         check_function("cond", name, fun)
+    operands = _all_operands("cond", operands, operand)
     chosen = _predicate(pred)
     if isinstance(chosen, bool):
         return _only("cond", funs[0 if chosen else 1], operands)
@@ -87,7 +90,9 @@ def cond(
 
 
 @outside_graphs
-def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+def switch(
+    index: Any, branches: Sequence[Callable[..., Any]], *operands: Any, operand: Any = ...
+) -> Any:
     """Call one of several functions, by an index that may be a traced value.
 
     switch: (int[], [(*operands) -> r, ...], *operands) -> r
@@ -97,6 +102,7 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
             function means that one.
         branches: functions of the operands that return the same structure, shapes and dtypes.
         operands: pytrees of tensors; the functions may close over others.
+        operand: in place of ``operands``, the only one.
 
     Returns:
         What the function returns.
@@ -121,6 +127,7 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
         check_function("switch", "each branch", fun)
     if not branches:
         raise ValueError("switch: got an empty sequence of branches; give at least one branch.")
+    operands = _all_operands("switch", operands, operand)
     if isinstance(index, np.ndarray | np.generic):
         index = torch.tensor(index)
     if not isinstance(index, torch.Tensor):
@@ -135,6 +142,17 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     names = tuple(f"branch {number}" for number in range(len(branches)))
     selector = index < 1 if len(branches) == 2 else index
     return _run(selector, _Branches("switch", names, branches, operands))
+
+
+def _all_operands(name: str, operands: tuple[Any, ...], operand: Any) -> tuple[Any, ...]:
+    if operand is ...:
+        return operands
+    if operands:
+        raise TypeError(
+            f"{name}: got operand= beside {len(operands)} operands by position; pass all of them "
+            "by position."
+        )
+    return (operand,)
 
 
 def _only(name: str, fun: Callable[..., Any], operands: tuple[Any, ...]) -> Any:

@@ -249,14 +249,14 @@ def shard_map(
 
 @boundary
 def smap(
-    f: Callable[_P, _R],
+    f: Callable[..., Any] | None = None,
     /,
     *,
     in_axes: Any = INFERRED,
     out_axes: Any,
     axis_name: Hashable,
     **options: Any,
-) -> ShardMapped[_P, _R]:
+) -> Any:
     """Return ``f`` mapped over one axis of the mesh of ``set_mesh``, with dims instead of specs.
 
     Args:
