@@ -7,6 +7,7 @@ import pytest
 import torch
 from _support import EAGER, WAYS
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -127,6 +128,30 @@ def test_transforms(transform, outside, pool):
         else (mapped(transform(ours)), rows(transform(theirs)))
     )
     torch.testing.assert_close(f(x).cpu(), g(x), rtol=1e-4, atol=1e-4)
+
+
+BODIES = {
+    "scan": lambda f, x: tp.scan(lambda c, row: (f(c) * row, f(row)), x[0], x),
+    "fori_loop": lambda f, x: tp.fori_loop(0, 3, lambda _, c: f(c) + x, x),
+    "map": lambda f, x: tp.map(f, x, batch_size=2),
+    "cond": lambda f, x: tp.cond(x.sum() > 0, f, torch.neg, x),
+    "switch": lambda f, x: tp.switch((x[0, 0] > 0).int(), [torch.neg, f, f], x),
+}
+
+
+@pytest.mark.parametrize("pool", [4, 2], indirect=True)
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_bodies_of_loops_from_outside(body, reentrant, pool):
+    def row(wrap):
+        f = lambda x: torch.tanh(x.sin()) * x  # noqa: E731
+        return lambda x: sum(y.square().sum() for y in pytree.tree_leaves(body(wrap(f), x)))
+
+    x = X[:, :2, :3]
+    ours = tp.pmap(row(lambda f: partial(checkpoint, f, use_reentrant=reentrant)), compile=EAGER)
+    got = torch.func.grad(lambda x: ours(x).sum())(x)
+    expected = [torch.func.grad(row(lambda f: f))(each) for each in x]
+    torch.testing.assert_close(got, torch.stack(expected))
 
 
 # Random numbers, modules, arguments --------------------------------------------------------------

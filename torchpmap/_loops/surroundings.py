@@ -37,6 +37,7 @@ from torchpmap._loops.bodies import private
 from torchpmap._loops.emit import discarded
 from torchpmap._trace.block_program import surrounded_by, surrounding
 from torchpmap._trace.capture import Exchange, Substitute, TracedCalls, without_finding
+from torchpmap._trace.transform_rules import TransformRules
 from torchpmap.random._streams import active_streams, repeated
 
 T = TypeVar("T")
@@ -80,7 +81,9 @@ class Surroundings:
             active = function_modes()
             for mode in self._modes:
                 if not any(mode is other for other in active):
-                    stack.enter_context(_pushed(without_finding(mode)))
+                    # a backward pass comes here after the rules have ended, with what they replace
+                    is_rules = isinstance(mode, TransformRules)
+                    stack.enter_context(mode if is_rules else _pushed(without_finding(mode)))
             if self._streams is not None:
                 stack.enter_context(repeated(self._streams, self._draws + after, step))
             yield
