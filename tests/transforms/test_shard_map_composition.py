@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 from _blocks import XY, X, mapped
-from _support import WAYS
+from _support import EAGER, WAYS
 
 import torchpmap as tp
 from torchpmap import P
@@ -195,6 +195,37 @@ def test_rule_27_an_axis_is_mapped_once(mesh):
 
     with pytest.raises(ValueError, match="the axis 'x' is already mapped by the shard_map around"):
         mapped(outer, mesh, P("x"), P("x"))(X)
+
+
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize("name", ["a gradient pushed forward", "its gradient"])
+@pytest.mark.parametrize("specs", [(P("x"), P("x")), (P(), P("x"))], ids=["cut", "shared"])
+def test_higher_derivatives_from_outside_of_views(specs, name):
+    """The tangent of a cotangent, and that of what an inner gradient wraps, varies as its value."""
+    rows = {"sum": lambda x: x.sin().sum(1), "select": lambda x: x[:, 0].sin() * x[:, 1]}
+
+    def pushed(f, w, v):
+        return torch.func.jvp(tp.grad(lambda w: f(w).sin().sum()), (w,), (v,))[1]
+
+    def derivative(f):
+        if name == "its gradient":
+            return tp.grad(lambda w, v: pushed(f, w, v).square().sum(), argnums=(0, 1))
+        return functools.partial(pushed, f)
+
+    x = torch.linspace(-1, 2, 12).reshape(4, 3)
+    w = x.cos() if specs[0] == P("x") else x[1:2].cos()
+    mesh = tp.make_mesh((4,), ("x",))
+    for row in rows.values():
+        mapped = tp.shard_map(
+            lambda w, x, row=row: row(w * x),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=P("x"),
+            compile=EAGER,
+        )
+        ours = derivative(lambda w, f=mapped: f(w, x))(w, w.sin())
+        theirs = derivative(lambda w, f=row: f(w * x))(w, w.sin())
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_rule_28_random_numbers(mesh):

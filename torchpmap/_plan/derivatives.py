@@ -29,7 +29,7 @@ from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import flatten, replaced
 from torchpmap._collectives.backend import widened
 from torchpmap._collectives.primitives import AllReduce, Scope, apply
-from torchpmap._collectives.varying import axes_of, set_axes
+from torchpmap._collectives.varying import axes_of
 from torchpmap._layout.axis_stack import Axis, bound_again, joined
 from torchpmap._layout.grid import Cut, Grid
 from torchpmap._layout.layout import Layout, replicated_layout
@@ -40,6 +40,7 @@ from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.operations import move
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import gather, is_whole_here
+from torchpmap._trace.block_program import enter
 from torchpmap._trace.casts import times_tracked, tracked
 from torchpmap._trace.program import Outcome
 from torchpmap._trace.transformable import jvp_of, vmap_of
@@ -408,7 +409,7 @@ def _share(
     if outcome.tracked is not None:
         varying = axes_of(output)
         one = (k for k, along in enumerate(outcome.tracked) if along.isdisjoint(varying))
-        set_axes(x, varying)
+        enter(x, varying)
         cut = (*cut, tuple(one))
     copies = grid.copies(cut)
     if copies == 1:

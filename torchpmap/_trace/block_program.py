@@ -24,11 +24,13 @@ from torch.autograd import forward_ad
 from torchpmap._base.context import assigned
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.torch_internals import (
+    at_depth,
     forward_level,
     innermost,
     is_vmap_wrapper,
     is_wrapped,
     layers,
+    level_of,
     tracing_mode,
 )
 from torchpmap._collectives import all_gather, axis_index, pbroadcast
@@ -175,9 +177,7 @@ class BlockProgram(Program):
         with self.surrounded(axes) as found:
             for block, cut in zip(blocks, self.cuts, strict=True):
                 over = (axes[self.names[k]].tracked for dims in cut for k in dims)
-                along = axes_of(block).union(*over)
-                for x in (block, *_tangents(block)):
-                    set_axes(x, along)
+                enter(block, axes_of(block).union(*over))
             with streams(self.seed, axis_index(self.bound), self.randomness) as active:
                 outcome = self.call(blocks)
         return replace(
@@ -282,14 +282,17 @@ def _tracked(name: Hashable) -> Axes:
     return NONE.union(*(axis.tracked for axis in parts))
 
 
-def _tangents(block: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What forward-mode derivatives push along with a value."""
-    if forward_level() >= 0:
-        for x in layers(block):
-            if not is_vmap_wrapper(x):
+def enter(block: torch.Tensor, axes: Axes) -> None:
+    """Note along which axes a value varies that enters a program, and its tangents with it."""
+    set_axes(block, axes)
+    if forward_level() < 0:
+        return
+    for x in layers(block):
+        if not is_vmap_wrapper(x):
+            with at_depth(max(level_of(x), 0)):  # where the tangent is that another transform wraps
                 tangent = forward_ad.unpack_dual(x).tangent
                 if tangent is not None:
-                    yield tangent
+                    enter(tangent, axes)
 
 
 def cut_of_spec(spec: PartitionSpec, names: Sequence[Hashable]) -> Cut:
