@@ -154,6 +154,19 @@ def test_in_bodies_of_loops_from_outside(body, reentrant, pool):
     torch.testing.assert_close(got, torch.stack(expected))
 
 
+@pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "uncompiled"])
+def test_writes_in_place_under_a_jvp_around_the_call(compile):
+    def f(x):
+        y = x.cos()
+        y[0].add_(y[1])
+        return y.mul_(x)
+
+    x = X[:, :2, :3]
+    mapped = tp.pmap(partial(remat, f), compile=compile)
+    got = torch.func.jvp(mapped, (x,), (x.sin(),))
+    torch.testing.assert_close(got, torch.func.jvp(torch.func.vmap(f), (x,), (x.sin(),)))
+
+
 # Random numbers, modules, arguments --------------------------------------------------------------
 
 

@@ -220,7 +220,8 @@ def trace(
     clean(graph)
     uses_index = drop_unused_index(graph)
     if (record.regions or split_at is not None) and writes(graph.graph):
-        graph = without_writes(graph, record)
+        with _no_transforms():
+            graph = without_writes(graph, record)
     again = rematerialize(graph, record, ordered=ordered, split=split_at is not None)
     outputs = [node.meta["val"] for node in results_of(graph.graph)]
     closure = (0,) * axis_size if same_closures else tuple(range(axis_size))
