@@ -4,9 +4,11 @@ Other transforms, and what bodies close over, are in JAX's programs ``tr_...`` o
 ``programs/parity/loop_cases.json``.
 """
 
+import functools
+
 import pytest
 import torch
-from _everywhere import check
+from _everywhere import GRAPH, check
 from torch.func import grad, hessian, jacfwd
 
 import torchpmap as tp
@@ -71,6 +73,33 @@ def test_derivatives_from_outside(f, how):
     mapped = tp.pmap(f, compile={"backend": "aot_eager"})
     each = lambda x: torch.stack([f(row) for row in x])  # noqa: E731
     check(OUTSIDE[how](mapped)(rows), OUTSIDE[how](each)(rows))
+
+
+SOLVED = torch.tensor([[3.0, 1.0], [0.5, 2.0]])
+GRADIENTS_BY_MODE = {
+    "solve": lambda c, x: torch.linalg.solve(SOLVED + torch.outer(c, x), x),
+    "det": lambda c, x: torch.linalg.det(SOLVED + torch.outer(c, x)) * c / 8,
+    "silu": lambda c, x: torch.nn.functional.silu(c * x),
+}
+"""Their gradient is another formula where it has a derivative itself."""
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["outside", "inside"])
+@pytest.mark.parametrize("step", GRADIENTS_BY_MODE.values(), ids=GRADIENTS_BY_MODE)
+def test_second_derivatives_of_steps(step, outside, pool):
+    def looped(x):
+        return tp.fori_loop(0, 2, lambda _, c: tp.cond(c[0] > -9, step, torch.sub, c, x), x.cos())
+
+    def rolled_out(x):
+        return step(step(x.cos(), x), x)
+
+    def second(f):
+        return lambda x: torch.func.jvp(grad(lambda x: f(x).sin().sum()), (x,), (x.cos(),))[1]
+
+    rows = torch.stack([X, -X])
+    mapped = functools.partial(tp.pmap, compile=GRAPH)
+    f = second(mapped(looped)) if outside else mapped(second(looped))
+    check(f(rows), torch.stack([second(rolled_out)(x) for x in rows]))
 
 
 def test_a_branch_returns_a_part_of_what_it_has_received(mode):

@@ -192,7 +192,10 @@ def jvp_of(
         return (xs[0], *(x for x in results if is_inexact(x))), tuple(results)
 
     primals = tuple(tensors[k] for k in given)
-    pushed: Any = torch.func.jvp(function, primals, tuple(tangents), has_aux=True)
+    # rules run without grad mode, where torch (2.13) computes some gradients, as of linalg.solve
+    # and silu, by formulas that have no derivative
+    with torch.enable_grad():
+        pushed: Any = torch.func.jvp(function, primals, tuple(tangents), has_aux=True)
     (_, *values), (_, *derivatives), results = pushed
     # under vmap, torch (2.13) gives x + 0.5 of a number x a tangent of float64
     typed = [t.to(x.dtype) for x, t in zip(values, derivatives, strict=True)]
