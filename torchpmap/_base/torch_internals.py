@@ -121,6 +121,11 @@ def layers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
+def batched_levels(tensor: torch.Tensor) -> frozenset[int]:
+    """The levels of the vmaps along which a tensor differs from row to row."""
+    return frozenset(level_of(x) for x in layers(tensor) if is_vmap_wrapper(x))
+
+
 def innermost(value: Any) -> Any:
     """The value below all function transforms that wrap it."""
     while isinstance(value, torch.Tensor) and is_wrapped(value):
