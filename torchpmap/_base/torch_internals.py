@@ -86,6 +86,7 @@ ENTRIES = ((eager_transforms, "_wrap_for_grad"), (functorch_vmap, "_add_batch_di
 EXITS = ((eager_transforms, "_unwrap_for_grad"), (functorch_vmap, "_remove_batch_dim"))
 """(module, function) where tensors enter or leave a transform; ``_trace/capture`` replaces it."""
 VMAP = (functorch_vmap, "_flat_vmap")
+VMAPIFY = (autograd_function, "vmapify_autograd_function")
 
 
 def depth() -> int:
