@@ -262,3 +262,21 @@ def test_branches_and_bodies_return_parts():
     for k, row in enumerate(rows):
         for mine, right in zip(results, parts_in_plain_torch(row, rows), strict=True):
             torch.testing.assert_close(mine[k].cpu(), right)
+
+
+def turned(x):
+    """What branches read that lies in memory in another order than its elements."""
+    branches = lambda y: y[[1, 0, 2]] * 2, lambda y: y[:3] + 1
+    columns = x.reshape(4, 9).t()
+    for y in columns * 2, (columns * 2)[1:], columns[1:], x.as_strided((5, 5), (1, 6)) * 3:
+        yield tp.cond(x[0, 0] > 0, *branches, y)
+        step = lambda c, y: (c + tp.cond(c > 0, *branches, y * 2 + c).sum(), c)  # noqa: E731
+        yield tp.scan(step, x[0, 0], torch.stack([y, y * 3]))[1]
+
+
+def test_branches_read_what_was_given_to_them():
+    rows = torch.randn(2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    results = tp.pmap(lambda x: list(turned(x)), axis_name="i", fullgraph=True)(rows)
+    for k, row in enumerate(rows):
+        for mine, right in zip(results, turned(row), strict=True):
+            torch.testing.assert_close(mine[k].cpu(), right)

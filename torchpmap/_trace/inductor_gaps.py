@@ -24,7 +24,8 @@ bits is rounded at each step as it is outside of compiled code.  So is a number 
 Inductor rounds always (2.15) or never.
 
 *Branches.*  A branch may return a part of a larger tensor, since Inductor takes out the copy that
-was made of it.  The code around then adds the place of that part to its address once more.
+was made of it.  The code around then adds the place of that part to its address once more.  And
+what a branch reads is taken to lie in memory as it did in the trace, which it need not.
 
 *Others* are written differently: see ``_RULES``.
 
@@ -43,7 +44,14 @@ import torch
 from torch.fx import Graph, Node
 
 from torchpmap._base.replaced import Replaced, Replacement
-from torchpmap._trace.graphs import call, compute, inner_graphs, output_of, results_of
+from torchpmap._trace.graphs import (
+    call,
+    compute,
+    inner_graphs,
+    kind_of_node,
+    output_of,
+    results_of,
+)
 
 _aten = torch.ops.aten
 _WRITES = {
@@ -74,10 +82,10 @@ def mending_passes() -> dict[str, Any]:
             return get_hash_for_files((__file__,))
 
     first = keep_nan, keep_casts, return_whole_values
-    last = cast_again, compare_equal_values, copy_bases, write_differently, return_whole_values
+    last = cast_again, compare_equal_values, copy_bases, write_differently, lay_out
     return {
         "joint_custom_pre_pass": Mend(*first),
-        "post_grad_custom_post_pass": Mend(*last),
+        "post_grad_custom_post_pass": Mend(*last, return_whole_values),
     }
 
 
@@ -183,6 +191,14 @@ def return_whole_values(graph: Graph) -> None:
                     output_of(inner).replace_input_with(
                         value, call(inner, _aten.clone.default, value)
                     )
+
+
+def lay_out(graph: Graph) -> None:
+    """Let what branches read lie in memory as it did in the trace."""
+    for node in filter(kind_of_node, graph.nodes):
+        for operand in node.args[-1]:
+            for each in _views(operand):
+                each.meta[_STORED] = True
 
 
 # -- comparisons -----------------------------------------------------------------------------------
