@@ -383,6 +383,18 @@ def test_without_a_trace_a_branch_of_some_devices_takes_operands():
         run(tp.grad(loss), "python", W, X)
 
 
+def test_branches_have_rows_where_one_of_them_has(way):
+    def f(w, x):
+        branches = lambda row, w: (w * 2, w * row), lambda row, w: (w.sin(), w)
+        rows = tp.vmap(lambda row: tp.cond(x[0] > 2.5, *branches, row, w), out_axes=(None, 0))
+        one, each = rows(torch.arange(3.0))
+        return tp.psum(one + each.sum(), "x")
+
+    expected = 2 * (2 * W + 3 * W) + 2 * (W.sin() + 3 * W)
+    torch.testing.assert_close(run(f, way, W, X), expected)
+    torch.testing.assert_close(run(tp.grad(f), way, W, X), 2 * (2 + 3) + 2 * (W.cos() + 3))
+
+
 def test_a_branch_without_a_part_in_the_gradient(way):
     """All devices sum the gradient of the weight, also those that do not use it."""
 

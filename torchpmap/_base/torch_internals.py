@@ -86,6 +86,7 @@ ENTRIES = ((eager_transforms, "_wrap_for_grad"), (functorch_vmap, "_add_batch_di
 EXITS = ((eager_transforms, "_unwrap_for_grad"), (functorch_vmap, "_remove_batch_dim"))
 """(module, function) where tensors enter or leave a transform; ``_trace/capture`` replaces it."""
 VMAP = (functorch_vmap, "_flat_vmap")
+VMAPIFY = (autograd_function, "vmapify_autograd_function")
 
 
 def depth() -> int:
@@ -119,6 +120,11 @@ def layers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     while is_wrapped(tensor):
         tensor = _functorch.get_unwrapped(tensor)
         yield tensor
+
+
+def batched_levels(tensor: torch.Tensor) -> frozenset[int]:
+    """The levels of the vmaps along which a tensor differs from row to row."""
+    return frozenset(level_of(x) for x in layers(tensor) if is_vmap_wrapper(x))
 
 
 def innermost(value: Any) -> Any:

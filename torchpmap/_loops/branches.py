@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,14 +14,12 @@ import torch
 from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.pytree import flatten, tree_map
 from torchpmap._base.torch_internals import (
+    batched_levels,
     fake_mode,
     innermost,
-    is_vmap_wrapper,
-    layers,
-    level_of,
 )
 from torchpmap._collectives.groups import varied
-from torchpmap._collectives.varying import Axes, axes_of, union
+from torchpmap._collectives.varying import axes_of, union
 from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import Function, is_repeated, private, private_leaf
 from torchpmap._loops.branch_node import Branch, chosen, place_of
@@ -266,11 +265,6 @@ def _widest(leaf: Sequence[tuple[torch.Tensor, bool]]) -> torch.Tensor:
     return strong[0] if strong else max((x for x, _ in leaf), key=lambda x: category(x.dtype))
 
 
-def batched_levels(tensor: torch.Tensor) -> frozenset[int]:
-    """The levels of the vmaps along which a tensor differs from row to row."""
-    return frozenset(level_of(x) for x in layers(tensor) if is_vmap_wrapper(x))
-
-
 def _run(selector: torch.Tensor, branches: _Branches) -> Any:
     if is_staged():
         return branches.build(_staged(selector, branches))
@@ -286,33 +280,30 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
     which = place_of(innermost(selector).item(), branches.count)
     deciding = axes_of(selector)
     part = axis_stack.split_by(deciding)
-    taken = _decided(branches, which, deciding, part)
-    results = taken.tensors
+    given = [varied(x, deciding) for x in operands]
+    with must_vary(deciding, branches.name, part):
+        taken = branches.parts(which, given)
+    results = [varied(x, deciding) for x in taken.tensors]
+    taken = replace(taken, tensors=results)
+    is_cast = any(map(operator.is_not, given, operands))
     if not is_repeated() or is_tracked() or any(taken.weak) or around.draws_numbers:
         with around.restored():  # and as many random numbers are drawn as by the others
             kinds = [taken if k == which else branches.kinds(k) for k in every]
         known = [parts for parts in kinds if parts is not None]
         if len(known) < len(kinds):
+            results = together(results, given) if is_cast else results
             must_vary_wholly(results, branches.name)
         else:  # Python numbers take the dtype of the other branches
-            unified = branches.unify(known)
-            axes = map(union, zip(*unified, strict=True))
+            leaves = list(zip(*branches.unify(known), strict=True))
+            results = [leaf[which] for leaf in leaves]
+            if is_cast:
+                rows = zip(
+                    *(p.levels or map(batched_levels, p.tensors) for p in known), strict=True
+                )
+                results = together(results, given, [frozenset[int]().union(*x) for x in rows])
             with axis_stack.split_again(part):
-                results = [varied(x, along) for x, along in zip(unified[which], axes, strict=True)]
+                results = [varied(x, union(leaf)) for x, leaf in zip(results, leaves, strict=True)]
     return taken.tree.build(private(results))
-
-
-def _decided(
-    branches: _Branches, which: int, deciding: Axes, part: axis_stack.Split | None
-) -> Parts:
-    """The branch that is taken, where devices along the axes ``deciding`` may take another one."""
-    operands = [varied(x, deciding) for x in branches.given.tensors]
-    with must_vary(deciding, branches.name, part):
-        found = branches.parts(which, operands)
-    results = [varied(x, deciding) for x in found.tensors]
-    if any(x is not given for x, given in zip(operands, branches.given.tensors, strict=True)):
-        results = list(together(results, operands))
-    return replace(found, tensors=results)
 
 
 def _numbered(

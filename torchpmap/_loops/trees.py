@@ -63,6 +63,8 @@ class Parts:
     """Per tensor: whether it was a Python number."""
     numbers: tuple[Any, ...] = ()
     """Per tensor, if any was a Python number: the leaf itself."""
+    levels: tuple[frozenset[int], ...] = ()
+    """Per tensor, if they have no values: of the vmaps of which it would have rows."""
 
 
 def take_apart(value: Any, what: str) -> Parts:

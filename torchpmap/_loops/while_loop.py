@@ -12,12 +12,11 @@ import torch
 
 from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.inexact import copied_tangents
-from torchpmap._base.torch_internals import fake_mode, innermost
+from torchpmap._base.torch_internals import batched_levels, fake_mode, innermost
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import Axes, axes_of
 from torchpmap._layout import axis_stack
 from torchpmap._loops.bodies import Function
-from torchpmap._loops.branches import batched_levels
 from torchpmap._loops.checks import check_function, whole_number
 from torchpmap._loops.scan import Body, check_unroll, first_carry, is_staged, lifted_carry, run_scan
 from torchpmap._loops.surroundings import Surroundings

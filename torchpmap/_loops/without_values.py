@@ -19,6 +19,7 @@ from torchpmap._base.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    batched_levels,
     outside_modes,
 )
 from torchpmap._collectives.varying import Tracking, axes_of, set_axes
@@ -39,12 +40,13 @@ def without_values(run: Callable[[], Parts]) -> Parts | None:
             found = run()
             kinds = [(x.shape, x.dtype, x.device) for x in found.tensors]
             axes = [axes_of(x) for x in found.tensors]
+            levels = tuple(map(batched_levels, found.tensors))
     except Exception:  # a function may need values
         return None
     tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
     for x, along in zip(tensors, axes, strict=True):
         set_axes(x, along)
-    return Parts(found.tree, tensors, found.weak)
+    return Parts(found.tree, tensors, found.weak, levels=levels)
 
 
 class _Replaced(TorchDispatchMode):

@@ -329,21 +329,28 @@ class _Argument(torch.autograd.Function):
         return _Argument.apply(x), in_dims[0]
 
 
-def together(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> Any:
+def together(
+    results: Sequence[torch.Tensor],
+    operands: Sequence[torch.Tensor],
+    levels: Sequence[frozenset[int]] | None = None,
+) -> Any:
     """Copies of results, through which every operand has a gradient: zeros if it has no part in
     them.  So devices that compute different results sum the gradients of the same operands.
+
+    ``levels``: of the vmaps of which each result has rows, as those of other devices have; None:
+    all that are met.
     """
-    return _Together.apply(len(results), *results, *operands)
+    return _Together.apply(levels, len(results), *results, *operands)
 
 
 class _Together(torch.autograd.Function):
     @staticmethod
-    def forward(count: int, *tensors: torch.Tensor) -> Any:
+    def forward(_: Any, count: int, *tensors: torch.Tensor) -> Any:
         return tuple(x.clone() for x in tensors[:count])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        count, *tensors = inputs
+        _, count, *tensors = inputs
         ctx.kinds = [(x.shape, x.dtype, x.device) for x in output]
         ctx.save_for_backward(*tensors[count:])
         ctx.set_materialize_grads(False)
@@ -353,24 +360,23 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         operands, given = ctx.saved_tensors, [x for x in cotangents if x is not None]
         if not given:
-            return (None,) * (1 + len(cotangents) + len(operands))
+            return (None,) * (2 + len(cotangents) + len(operands))
         inexact = list(filter(is_inexact, operands))
         around = [*inexact, *given]
         zeros = iter(together([_zeros(x, around) for x in inexact], around))
-        return None, *cotangents, *(next(zeros) if is_inexact(x) else None for x in operands)
+        return None, None, *cotangents, *(next(zeros) if is_inexact(x) else None for x in operands)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
+    def jvp(ctx: Any, _levels: None, _count: None, *tangents: torch.Tensor | None) -> Any:
         return copied_tangents(tangents[: len(ctx.kinds)], ctx.kinds)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], count: int, *tensors: torch.Tensor) -> Any:
-        # another branch may have rows there
-        given = [
-            x.expand(info.batch_size, *x.shape) if k < count and dim is None else x
-            for k, (x, dim) in enumerate(zip(tensors, in_dims[1:], strict=True))
-        ]
-        return tuple(_Together.apply(count, *given)), tuple(d or 0 for d in in_dims[1 : count + 1])
+    def vmap(info: Any, in_dims: tuple[Any, ...], levels: Any, count: int, *tensors: Any) -> Any:
+        given, dims = list(tensors), list(in_dims[2 : count + 2])
+        for k, dim in enumerate(dims):
+            if dim is None and (levels is None or depth() + 1 in levels[k]):
+                given[k], dims[k] = given[k].expand(info.batch_size, *given[k].shape), 0
+        return tuple(_Together.apply(levels, count, *given)), tuple(dims)
 
 
 def _zeros(x: torch.Tensor, around: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -44,7 +44,7 @@ from torchpmap._trace.constants import place
 from torchpmap._trace.custom_ops import NATIVE
 from torchpmap._trace.graph_code import boxed_code
 from torchpmap._trace.graphs import acts, all_nodes, results_of, shows, writes
-from torchpmap._trace.inductor_gaps import mending_passes, reads_in_order
+from torchpmap._trace.inductor_gaps import mending_passes, right_code
 from torchpmap._trace.passes import names_in
 from torchpmap._trace.toolchain import make_cache_private
 from torchpmap.random import _threefry as _threefry
@@ -401,7 +401,7 @@ def _inductor(
         compiled = boxed_body(found, num_results) if is_pure else boxed_artifact(found)
         return running_with(compiled, loops)
 
-    with _quietly(), reads_in_order():
+    with _quietly(), right_code():
         graph, loops = with_compiled_loops(graph, mode, examples, body, in_chunks=True)
         return running_with(boxed_artifact(artifact(graph, examples, loops)), loops)
 

@@ -1,4 +1,4 @@
-"""Where code that Inductor (torch 2.13) makes gives wrong numbers and no error.
+"""Where code that Inductor (torch 2.11 to 2.15) makes gives wrong numbers and no error.
 
 *Writes.*  Inductor turns ``y.index_put(i, v)`` and ``y.slice_scatter(v)`` into writes to ``y`` when
 nothing reads ``y`` later.  It does so too
@@ -20,10 +20,12 @@ before the scatter, as in gradients of ``gather``.
 different last bits (https://github.com/pytorch/pytorch/issues/186799), or one has it in float32 and
 the other as it was stored in bfloat16 (https://github.com/pytorch/pytorch/issues/195214).  Then
 nothing is equal, and a gradient is 0 or NaN.  Such an ``x`` is stored, and what is compared in few
-bits is rounded at each step as it is outside of compiled code.
+bits is rounded at each step as it is outside of compiled code.  So is a number beside it, which
+Inductor rounds always (2.15) or never.
 
 *Branches.*  A branch may return a part of a larger tensor, since Inductor takes out the copy that
-was made of it.  The code around then adds the place of that part to its address once more.
+was made of it.  The code around then adds the place of that part to its address once more.  And
+what a branch reads is taken to lie in memory as it did in the trace, which it need not.
 
 *Others* are written differently: see ``_RULES``.
 
@@ -42,7 +44,14 @@ import torch
 from torch.fx import Graph, Node
 
 from torchpmap._base.replaced import Replaced, Replacement
-from torchpmap._trace.graphs import call, compute, inner_graphs, output_of, results_of
+from torchpmap._trace.graphs import (
+    call,
+    compute,
+    inner_graphs,
+    kind_of_node,
+    output_of,
+    results_of,
+)
 
 _aten = torch.ops.aten
 _WRITES = {
@@ -72,11 +81,11 @@ def mending_passes() -> dict[str, Any]:
         def uuid(self) -> bytes:  # is part of the keys of Inductor's cache
             return get_hash_for_files((__file__,))
 
-    first = keep_nan, return_whole_values
-    last = compare_equal_values, copy_bases, write_differently, return_whole_values
+    first = keep_nan, keep_casts, return_whole_values
+    last = cast_again, compare_equal_values, copy_bases, write_differently, lay_out
     return {
         "joint_custom_pre_pass": Mend(*first),
-        "post_grad_custom_post_pass": Mend(*last),
+        "post_grad_custom_post_pass": Mend(*last, return_whole_values),
     }
 
 
@@ -90,12 +99,31 @@ def _renaming(own: Callable[..., None]) -> Callable[..., None]:
     return recompute_size_and_body
 
 
+def _rounding(own: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(own)
+    def cache_dtype_convert(*args: Any) -> None:
+        from torch._inductor import config
+
+        if not config.emulate_precision_casts:  # of which C++ of torch 2.11 knows nothing
+            own(*args)
+
+    return cache_dtype_convert
+
+
 @functools.cache
-def reads_in_order() -> Replaced:
-    """A block in which loops that get other ranges still wait for what they read."""
+def right_code() -> Replaced:
+    """A block in which loops that get other ranges still wait for what they read, and C++ rounds
+    what is to be rounded.
+    """
+    from torch._inductor.codegen.cpp import CppKernel
     from torch._inductor.scheduler import SchedulerNode
 
-    return Replaced([Replacement(SchedulerNode, "recompute_size_and_body", _renaming)])
+    return Replaced(
+        [
+            Replacement(SchedulerNode, "recompute_size_and_body", _renaming),
+            Replacement(CppKernel, "cache_dtype_convert", _rounding),
+        ]
+    )
 
 
 def copy_bases(graph: Graph) -> None:
@@ -163,6 +191,14 @@ def return_whole_values(graph: Graph) -> None:
                     output_of(inner).replace_input_with(
                         value, call(inner, _aten.clone.default, value)
                     )
+
+
+def lay_out(graph: Graph) -> None:
+    """Let what branches read lie in memory as it did in the trace."""
+    for node in filter(kind_of_node, graph.nodes):
+        for operand in node.args[-1]:
+            for each in _views(operand):
+                each.meta[_STORED] = True
 
 
 # -- comparisons -----------------------------------------------------------------------------------
@@ -260,10 +296,34 @@ def _round(node: Node) -> None:
         each = waiting.pop()
         if _ROUNDED not in each.meta and each.op == "call_function":
             each.meta[_ROUNDED] = True
+            _keep_bits_of_numbers(each)
             waiting += each.all_input_nodes
 
 
+def _keep_bits_of_numbers(node: Node) -> None:
+    """Plain torch rounds no number that few bits are multiplied with or divided by, and none that
+    is added to them on a GPU.
+    """
+    target: Any = node.target
+    if target not in _BESIDE_NUMBERS or _dtype(node) not in _FEW_BITS or node.kwargs:
+        return
+    if any(map(_is_number, node.args)):
+        kept = _BESIDE_NUMBERS[target]
+        if kept is None:
+            kept = () if node.meta["val"].device.type == "cpu" else (0, 1)
+        with node.graph.inserting_before(node):
+            wide = call(node.graph, target, *_operands(node.graph, node, kept))
+        node.target, node.args = _CAST, (wide, _dtype(node))
+
+
 _FEW_BITS = (torch.bfloat16, torch.float16)
+_BESIDE_NUMBERS: dict[Any, tuple[int, ...] | None] = {
+    _aten.mul.Tensor: (0, 1),
+    _aten.div.Tensor: (1,),
+    _aten.add.Tensor: None,
+    _aten.sub.Tensor: None,
+}
+"""At which places numbers are not rounded; None: it depends on the device."""
 _JUMPS = {
     *(_aten.max.dim, _aten.min.dim, _aten.floor.default, _aten.ceil.default, _aten.trunc.default),
     *(_aten.round.default, _aten.round.decimals, _aten.sign.default),
@@ -287,6 +347,22 @@ def keep_nan(graph: Graph) -> None:
         dtype = _dtype(node)
         if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
             node.args = tuple(0.0 if isinstance(x, int) and x == 0 else x for x in node.args)
+
+
+def keep_casts(graph: Graph) -> None:
+    """``x.bfloat16().float()`` is not ``x``: of two casts, torch 2.11 leaves out the first."""
+    for node in graph.find_nodes(op="call_function", target=_CAST):
+        narrow: Any = node.args[0]
+        if narrow.target is _CAST and _dtype(narrow) in _FEW_BITS:
+            narrow.target, narrow.args = _aten._to_copy.default, narrow.args[:1]
+            narrow.kwargs = {"dtype": _dtype(narrow)}
+
+
+def cast_again(graph: Graph) -> None:
+    """What ``keep_casts`` has hidden."""
+    for node in graph.find_nodes(op="call_function", target=_aten._to_copy.default):
+        if list(node.kwargs) == ["dtype"]:
+            node.target, node.args, node.kwargs = _CAST, (node.args[0], node.kwargs["dtype"]), {}
 
 
 def write_differently(graph: Graph) -> None:
@@ -350,11 +426,26 @@ def _divided(graph: Graph, node: Node) -> tuple[Node, Node, Node, Node]:
     """Dividend, divisor, what C's ``fmod`` leaves, and whether that is on the other side of 0 than
     the divisor.
     """
+    # plain torch does not round a divisor that is one number, but for a remainder
+    a, b = _operands(graph, node, (1,) if "rounding_mode" in node.kwargs else ())
+    if _dtype(node) in _FEW_BITS:
+        for x in a, b:
+            x.meta[_ROUNDED] = True
+    rest = call(graph, _aten.fmod.Tensor, a, b)
+    signs = [call(graph, _aten.lt.Scalar, x, 0) for x in (rest, b)]
+    differ = call(graph, _aten.bitwise_xor.Tensor, *signs)
+    is_some = call(graph, _aten.ne.Scalar, rest, 0)
+    return a, b, rest, call(graph, _aten.bitwise_and.Tensor, differ, is_some)
+
+
+def _operands(graph: Graph, node: Node, kept: Sequence[int]) -> list[Node]:
+    """Both operands in the dtype of the result, and then with more bits if that has few; numbers at
+    the places ``kept`` are not rounded before.
+    """
     value, found = node.meta["val"], list[Node]()
     has_few_bits = value.dtype in _FEW_BITS
-    for x in node.args[:2]:
-        # plain torch does not round a divisor that is one number, but for a remainder
-        is_exact = has_few_bits and bool(found) and "rounding_mode" in node.kwargs and _is_number(x)
+    for place, x in enumerate(node.args[:2]):
+        is_exact = has_few_bits and place in kept and _is_number(x)
         dtype = torch.float32 if is_exact else value.dtype
         if isinstance(x, Node):
             found.append(x if _dtype(x) == dtype else call(graph, _CAST, x, dtype))
@@ -363,16 +454,7 @@ def _divided(graph: Graph, node: Node) -> tuple[Node, Node, Node, Node]:
             number = torch.tensor(x, dtype=dtype).item()
             found.append(graph.call_function(_aten.full.default, ([], number), kind))
             found[-1].meta["val"] = value.new_full((), number, dtype=dtype)
-    if has_few_bits:
-        found = [call(graph, _CAST, x, torch.float32) for x in found]
-        for x in found:
-            x.meta[_ROUNDED] = True
-    a, b = found
-    rest = call(graph, _aten.fmod.Tensor, a, b)
-    signs = [call(graph, _aten.lt.Scalar, x, 0) for x in (rest, b)]
-    differ = call(graph, _aten.bitwise_xor.Tensor, *signs)
-    is_some = call(graph, _aten.ne.Scalar, rest, 0)
-    return a, b, rest, call(graph, _aten.bitwise_and.Tensor, differ, is_some)
+    return [call(graph, _CAST, x, torch.float32) for x in found] if has_few_bits else found
 
 
 def _is_number(x: Any) -> bool:

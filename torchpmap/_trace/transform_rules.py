@@ -39,6 +39,7 @@ from torchpmap._base.torch_internals import (
     OPDEFS,
     VF,
     VMAP,
+    VMAPIFY,
     CustomOpDef,
     FakeTensor,
     OpOverload,
@@ -62,6 +63,7 @@ from torchpmap._trace.indexing import traced_indexing
 from torchpmap._trace.remat import checkpoints_replaced
 from torchpmap._trace.seeds import seeds_replaced
 from torchpmap._trace.traced_views import kept_equal, traced_views
+from torchpmap._trace.vmapped_functions import in_axes
 from torchpmap.random._streams import are_active
 
 
@@ -198,15 +200,12 @@ def vmap(f: Callable[..., Any], in_dims: Any, randomness: str) -> Callable[..., 
     return mapped
 
 
-def _following_views(own: Any) -> Any:
-    return kept_equal(own, _are_in_force)
-
-
 _REPLACED = (
     checkpoints_replaced,
     seeds_replaced,
     Replaced([Replacement(torch.Tensor, "set_", _checked)]),  # modes do not see it
-    Replaced([Replacement(*VMAP, _following_views)]),
+    Replaced([Replacement(*VMAP, lambda own: kept_equal(own, _are_in_force))]),
+    Replaced([Replacement(*VMAPIFY, in_axes)]),
 )
 
 _VALUELESS = frozenset(
