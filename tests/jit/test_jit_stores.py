@@ -148,7 +148,7 @@ def a_hidden_state(on):
 def objects_in_a_list(on):
     layers = [Slotted(), SimpleNamespace()]
     for each in layers:
-        each.last = on.put(data())
+        each.last = on.put(data()).float()  # later float64: traced again
 
     @on.jit
     def f(x):

@@ -149,11 +149,14 @@ def _take_for_copies(module: GraphModule) -> None:
     for node in module.graph.find_nodes(op="call_function", target=_aten.copy.default):
         source, kind = node.args[1], node.meta["val"]
         value = source.meta["val"]
-        if (value.shape, value.dtype, value.stride()) == (kind.shape, kind.dtype, kind.stride()):
-            node.replace_all_uses_with(source)
+        if (value.shape, value.dtype) == (kind.shape, kind.dtype):
+            is_alike = value.stride() == kind.stride()
+            # what is put into a tensor may have any strides
+            node.replace_all_uses_with(source, lambda user, x=is_alike: x or user.target in _PUTS)
     drop_dead(module.graph)
 
 
 _aten = torch.ops.aten
 _NORM = _aten.linalg_vector_norm.default
+_PUTS = (_aten.slice_scatter.default, _aten.select_scatter.default)
 _DEFAULTS = (None, 2, None, False, None)
