@@ -164,7 +164,7 @@ class Snapshot:
         for table, copy, *_ in self._tables.values():
             if isinstance(table, dict):
                 _restore_dict(table, copy, is_alone)
-            elif _same(table, copy):  # its items may still hold tensors of a trace
+            elif same_items(table, copy):  # its items may still hold tensors of a trace
                 continue
             elif is_alone:
                 table.clear()
@@ -223,7 +223,7 @@ class Snapshot:
         """
         for each in self._tables.values():
             table, copy = each.table, each.copy
-            if _same(table, copy) or not each.is_there():
+            if same_items(table, copy) or not each.is_there():
                 continue
             is_dict = isinstance(table, dict)
             before = copy if is_dict else dict(enumerate(copy))
@@ -278,7 +278,8 @@ def _items(table: Any) -> Iterator[Any]:
     return iter(list(dict.values(table) if isinstance(table, dict) else table))
 
 
-def _same(table: Any, copy: Any) -> bool:
+def same_items(table: Any, copy: Any) -> bool:
+    """Whether a container holds the objects of its copy, in their order."""
     if isinstance(table, dict):
         now = dict(_own(table).items(table))
         return list(now) == list(copy) and all(copy[name] is item for name, item in now.items())

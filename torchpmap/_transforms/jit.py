@@ -46,6 +46,7 @@ from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
 from torchpmap._transforms.call import reduced
+from torchpmap._transforms.jit_containers import NotingChanges, are_given_twice, put_back
 from torchpmap._transforms.jit_program import (
     JitCall,
     JitOptions,
@@ -160,10 +161,11 @@ class Jitted(Made, Generic[_P, _R]):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = JitCall(self._fun, args, kwargs)
         program, taken = self._program(call, self._make)
-        if program is not None and not program.refuses(taken):
+        if program is not None and not (program.refuses(taken) or _shares(program, args, kwargs)):
             if config.sought and program.has_effects:
                 return self._by_operation(args, kwargs)
-            return program.run(taken)
+            result = program.run(taken)
+            return put_back(result, (args, kwargs)) if program.changes_given else result
         if program is not None:
             reason = "it writes to an argument that shares its value with another or a closure"
             verdict = Untraceable(reason, self._options.where, "a copy of one of them")
@@ -181,7 +183,10 @@ class Jitted(Made, Generic[_P, _R]):
         call = JitCall(self._fun, args, kwargs)
         make = functools.partial(Outline, make=functools.partial(_Derived, self))
         outline, taken = self._program(call, make)
-        return self.__wrapped__(*args, **kwargs) if outline is None else outline.call(taken)
+        if outline is None or _shares(outline, args, kwargs):
+            return self.__wrapped__(*args, **kwargs)
+        result = outline.call(taken)
+        return put_back(result, (args, kwargs)) if outline.changes_given else result
 
     def _program(self, call: JitCall, make: Callable[..., Any]) -> _Found:
         structure, kinds = call.structure, tuple(map(leaf_key, call.leaves))
@@ -214,6 +219,7 @@ class Jitted(Made, Generic[_P, _R]):
 
     def _traced(self, key: Hashable, call: JitCall, make: Callable[..., Any]) -> _Found:
         self._note(call, make is not self._make)
+        call.fun = noting = NotingChanges(call.fun)
         objects = tuple(call.objects())
         own: list[Environment] = []
         if objects:
@@ -244,6 +250,7 @@ class Jitted(Made, Generic[_P, _R]):
                     self._traces.untraced(self._options, error, _BY_OPERATION)
                     self._keep(key, (None, surroundings))
                 return None, ()
+        program.changes_given = noting.has_changed
         keys = {x.key for x in program.slots} if isinstance(program, Storing) else set()
         own = [each.without(keys) for each in own] if keys else own
         noted = Surroundings([self._environment.without(keys), *own])
@@ -289,6 +296,10 @@ class _Derived(Jitted[..., Any]):
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return cast(list[torch.Tensor], self._run(tuple(tensors), {}))
+
+
+def _shares(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return program.changes_given and are_given_twice((args, kwargs))
 
 
 def _outlined(complete: Callable[..., Any], call: JitCall, look: Look, where: str) -> Any:

@@ -161,6 +161,9 @@ _TENSOR = object()
 class Program:
     """What runs for one kind of call."""
 
+    changes_given = False
+    """Whether it returns what to put into containers among its arguments."""
+
     def __init__(
         self,
         call: JitCall,

@@ -82,6 +82,7 @@ class Storing:
     """A program that takes what is in some places, and leaves other values there."""
 
     has_effects = True
+    changes_given = False
 
     def __init__(self, program: Any, slots: Sequence[Slot], state: _State) -> None:
         self._program, self.slots, self._key = program, slots, state.key()

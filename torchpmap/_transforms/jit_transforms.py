@@ -152,6 +152,8 @@ class Outline:
         make: see ``Make``.
     """
 
+    changes_given = False
+
     def __init__(
         self, call: JitCall, options: Options, optimizers: Sequence[Any], make: Make
     ) -> None:

@@ -1,0 +1,162 @@
+"""Covers: _transforms/jit_containers.py: lists and dicts among the arguments, which a step changes."""
+
+from collections import OrderedDict, defaultdict, deque
+
+import pytest
+import torch
+from _cases import Cases, data
+from _support import EAGER
+
+import torchpmap as tp
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+CASES = Cases()
+
+
+@CASES.add(2)  # without and with "mean"
+def dicts(on):
+    state, found = {"h": on.put(data()), "n": 1, "name": "a"}, []
+
+    @on.jit
+    def f(state, batch):
+        x = batch.pop("x")
+        state["h"] = state["h"] * 0.5 + x
+        state["mean"], state["n"] = state["h"].mean(), 2
+        return x.sum() + len(batch)
+
+    for x in on.rows(3):
+        batch = {"x": x, "id": 3}
+        found += [f(state, batch), state["h"], state["mean"]]
+        assert batch == {"id": 3}
+    assert list(state) == ["h", "n", "name", "mean"]
+    assert state["n"] == 2
+    return found
+
+
+@CASES.add(4)  # the list has 1 to 4 items
+def lists_that_grow(on):
+    cache, table = [on.put(data())], defaultdict(list)
+
+    @on.jit
+    def f(x, *, cache, table):
+        cache.append(cache[-1] + x)
+        table["all"].append(x.sum())
+
+    for x in on.rows(4):
+        f(x, cache=cache, table=table)
+    return [*cache, *table["all"]]
+
+
+@CASES.add(1)
+def what_stays_is_the_same_object(on):
+    w, part, mark = on.put(data()), [on.put(data(1))], object()
+    state = OrderedDict(first=w, last=part, both=deque([w, mark, w]), pairs=[(w, 1), (w, 2)])
+
+    @on.jit
+    def f(state, x):
+        state["first"], state["last"] = state["last"], state["first"]
+        state["both"].rotate()
+        state["pairs"][0] = (x * 2, 1)
+        state.move_to_end("first")
+        return {"state": state, "sum": x.sum()}
+
+    x = on.put(data(2))
+    found = f(state, x)
+    assert found["state"] is state
+    assert list(state) == ["last", "both", "pairs", "first"]
+    assert (state["first"], state["last"]) == (part, w)
+    assert state["first"] is part
+    assert [one is other for one, other in zip(state["both"], (w, w, mark), strict=True)] == [
+        True
+    ] * 3
+    assert state["pairs"][1] == (w, 2)
+    return [found["sum"], state["pairs"][0][0]]
+
+
+@CASES.add(2)  # a program that stores, too
+def beside_what_is_stored(on):
+    class Model:
+        hidden = None
+
+        def step(self, state, x):
+            self.hidden = x * 2 if self.hidden is None else self.hidden + x
+            state["h"] = self.hidden.sum()
+
+    model, state, found = Model(), {}, []
+    f = on.jit(model.step)
+    for x in on.rows(3):
+        f(state, x)
+        found += [state.pop("h"), model.hidden]
+    return found
+
+
+@CASES.add(1)
+def with_gradients_outside(on):
+    w = on.put(data()).requires_grad_()
+
+    @on.jit
+    def f(found, x):
+        found["y"] = (w * x).sin()
+
+    for x in on.rows(2):
+        found = {}
+        f(found, x)
+        found["y"].sum().backward()
+    return [w.grad]
+
+
+@CASES.add(1)
+def under_a_transform(on):
+    found = []
+
+    @on.jit
+    def f(x, given):
+        given["y"] = x.sin()
+        return given.pop("x").sum()
+
+    def outer(x):
+        given = {"x": x * 2}
+        return f(x, given) + given["y"].sum()
+
+    for x in on.rows(2):
+        found.append(torch.func.grad(outer)(x))
+    return found
+
+
+@CASES.add(fullgraph=False)
+def one_in_two_places(on):
+    found = []
+
+    @on.jit
+    def f(first, second, x):
+        first["y"] = x * 2
+        return second.get("y", x)
+
+    for x in on.rows(2):
+        found += [f({}, {}, x)]
+        found += [f(same := {}, same, x)]
+    return found
+
+
+test_as_in_plain_torch = CASES.tests()
+
+
+def test_a_container_of_another_kind():
+    class Pair:
+        def __init__(self, first, second):
+            self.first, self.second = first, second
+
+    torch.utils._pytree.register_pytree_node(
+        Pair, lambda x: ([x.first, x.second], None), lambda items, _: Pair(*items)
+    )
+
+    def f(pair):
+        pair.first = pair.second * 2
+
+    pair = Pair(torch.ones(2), torch.ones(2))
+    with pytest.raises(tp.TraceError, match="it changes a Pair that it is given. Use a dict"):
+        tp.jit(f, compile=EAGER, fullgraph=True)(pair)
+    with pytest.warns(UserWarning, match="it changes a Pair"):
+        tp.jit(f, compile=EAGER)(pair)
+    assert pair.first.tolist() == [2, 2]
