@@ -1,4 +1,4 @@
-"""Covers: _transforms/jit_containers.py: lists and dicts among the arguments, which a step changes."""
+"""Covers: _transforms/jit_containers.py: lists and dicts given to a step, which changes them."""
 
 from collections import OrderedDict, defaultdict, deque
 
@@ -155,7 +155,7 @@ def test_a_container_of_another_kind():
         pair.first = pair.second * 2
 
     pair = Pair(torch.ones(2), torch.ones(2))
-    with pytest.raises(tp.TraceError, match="it changes a Pair that it is given. Use a dict"):
+    with pytest.raises(tp.TraceError, match=r"it changes a Pair that it is given\. Use a dict"):
         tp.jit(f, compile=EAGER, fullgraph=True)(pair)
     with pytest.warns(UserWarning, match="it changes a Pair"):
         tp.jit(f, compile=EAGER)(pair)
