@@ -63,3 +63,30 @@ def test_collectives_in_their_rules(count, function, mode):
     close(torch.func.jvp(called, (x,), (x,))[1], 3 * whole(x))
     twice = torch.func.grad(lambda x, f: slope(f)(x).pow(3).sum())
     close(twice(x, called), 81 * twice(x, whole))
+
+
+class SummedForward(torch.autograd.Function):
+    """Each device's cotangent is its own: in JAX 0.10.2 a ``custom_vjp`` of ``psum`` with the
+    identity as its backward gives [1, 2, ...] for the gradient below, also from outside of pmap.
+    """
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda x: tp.psum(x, ROWS))
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(lambda ctx, g: g.clone())
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("count", [4, 8])
+def test_rows_have_cotangents_as_devices_do(count, inner, mode):
+    def f(x, weight):
+        if inner:
+            return tp.vmap(SummedForward.apply)(x[None]).sum() * weight
+        return SummedForward.apply(x).sum() * weight
+
+    weights = 1 + torch.arange(count, dtype=torch.float64)
+    x = torch.randn(count, 3, dtype=torch.float64)
+    mapped = tp.pmap(f, ROWS, compile=mode)
+    found = torch.func.grad(lambda x: mapped(x, weights).sum())(x)
+    close(found, weights[:, None].expand(count, 3))
+    close(tp.pmap(tp.grad(f), ROWS, compile=mode)(x, weights).cpu(), found)

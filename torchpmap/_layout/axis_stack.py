@@ -54,6 +54,8 @@ class Axis:
     """For an axis of a mesh."""
     is_tracked: bool = False
     """Whether it is followed which values vary along it (``_collectives/varying``)."""
+    is_lanes: bool = False
+    """Of a vmapped axis, whether its rows stand for devices, each with a copy of every value."""
     parts: tuple[Axis, ...] = ()
     """For several axes of a mesh as one: these."""
 

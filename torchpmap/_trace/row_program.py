@@ -118,7 +118,7 @@ class RowProgram(Program):
         outer = () if process_axis is None else (process_axis,)
 
         def run_row(index: torch.Tensor, rows: Sequence[torch.Tensor]) -> Outcome:
-            with bind(*outer, Axis(self.axis_name, self.lanes, index, None)):
+            with bind(*outer, Axis(self.axis_name, self.lanes, index, None, is_lanes=True)):
                 return self._run_row(rows, inside)
 
         return self.over_lanes(run_row, self.lanes, blocks, self._dims, _stacked, outer)

@@ -4,6 +4,9 @@
 Each of them begins the vmap again, at another level, and a backward pass does so when the mapped
 function has ended.  There the axes that were bound around the function are bound again, and the
 index of the axis of that vmap is a new one.
+
+Of a result that is the same in all rows, torch gives ``backward`` the sum of the cotangents of all
+rows.  A device has the cotangent of its own copy, and so has a row that stands for one.
 """
 
 from __future__ import annotations
@@ -14,7 +17,14 @@ from typing import Any
 
 import torch
 
-from torchpmap._base.torch_internals import add_batch_dim, depth, level_of, transforms
+from torchpmap._base.pytree import tree_map_only
+from torchpmap._base.torch_internals import (
+    add_batch_dim,
+    batched_levels,
+    depth,
+    level_of,
+    transforms,
+)
 from torchpmap._layout.axis_stack import Axis, bound, bound_again
 
 
@@ -35,9 +45,22 @@ class _InAxes:
             now = bound()  # these may be at other levels by now
             axes = (*now, *self._axes[len(now) :])
             with bound_again(tuple(tuple(map(self._again, parts)) for parts in axes)):
-                return rule(*args)
+                result = rule(*args)
+            return self._in_rows(result) if name == "forward" else result
 
         return in_axes
+
+    def _in_rows(self, result: Any) -> Any:
+        sizes = [axis.size for axis in self._own if axis.is_lanes]
+        if not sizes:
+            return result
+
+        def in_rows(x: torch.Tensor) -> torch.Tensor:
+            if depth() in batched_levels(x):
+                return x
+            return add_batch_dim(x.expand(sizes[0], *x.shape).clone(), 0, depth())
+
+        return tree_map_only(torch.Tensor, in_rows, result)
 
     def _again(self, axis: Axis) -> Axis:
         if axis not in self._own:
