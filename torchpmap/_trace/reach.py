@@ -47,7 +47,10 @@ _ASKING = {"hasattr", "getattr", "AttributeError", "Exception"}
 """Names in code that may ask a module for what it lacks."""
 _SCALING = {"_enabled", "_growth_factor", "_backoff_factor", "_growth_interval"}
 """Settings of a ``GradScaler`` that its own code reads."""
-_TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+_MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_TABLES = ("_parameters", "_buffers", "_modules", *_MODULE_HOOKS)
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_STEP_HOOKS = {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 
 
 class Walk:
@@ -180,7 +183,7 @@ class Walk:
         elif isinstance(value, torch.Tensor):
             self._tensor(value, origin)
         elif isinstance(value, self._by_name):
-            self._owners.append((vars(value), _SCALING, set(), origin))
+            self._owners.append((vars(value), _SCALING | _STEP_HOOKS, set(), origin))
         elif isinstance(value, np.ndarray):
             self.watched.add_read(ArrayContents(value).same, Place(origin))
             for item in value.ravel().tolist() if value.dtype == object else ():
@@ -326,7 +329,7 @@ class Walk:
             table = state.get(name)  # missing before Module.__init__
             if table:
                 self._entries(table, Place(origin, "attribute"))
-                self.stores.has_hooks |= name.endswith("hooks")
+                self.stores.has_hooks |= name in _MODULE_HOOKS
             elif table is not None:
                 self.watched.add_size(table, Place(origin, "attribute"))
         self.watched.add(type, module, Place(origin, "attribute", "__class__"))
@@ -338,6 +341,10 @@ class Walk:
         table = dict_of(tensor)
         if table:
             self._owners.append((table, set(), set(), origin))
+        for name in _TENSOR_HOOKS:
+            hooks = getattr(tensor, name)
+            if hooks:
+                self._entries(hooks, Place(origin, "attribute", name))
         if not is_foreign(type(tensor).__module__):
             self._kind(tensor, origin)
 
