@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import sys
 from collections.abc import Callable
 
@@ -48,8 +49,10 @@ class Terminal:
     def __enter__(self) -> Terminal:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)  # hangs up
+    def __exit__(self, kind: object, *_: object) -> None:
+        os.close(self._fd)  # hangs up, which the program may ignore
+        if kind is not None:
+            os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
     def until(self, is_there: Callable[[list[str]], object], seconds: float = 90.0) -> list[str]:
