@@ -21,6 +21,7 @@ import torch
 
 from torchpmap._base.contents import ArrayContents
 from torchpmap._base.sources import is_foreign
+from torchpmap._base.torch_internals import torch_function_off
 from torchpmap._trace.code import Stores, code_facts
 from torchpmap._trace.watched import (
     Place,
@@ -341,8 +342,9 @@ class Walk:
         table = dict_of(tensor)
         if table:
             self._owners.append((table, set(), set(), origin))
-        for name in _TENSOR_HOOKS:
-            hooks = getattr(tensor, name)
+        with torch_function_off():  # one of another trace would raise
+            tables = [getattr(tensor, name) for name in _TENSOR_HOOKS]
+        for name, hooks in zip(_TENSOR_HOOKS, tables, strict=True):
             if hooks:
                 self._entries(hooks, Place(origin, "attribute", name))
         if not is_foreign(type(tensor).__module__):

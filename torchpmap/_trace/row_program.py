@@ -87,7 +87,7 @@ class RowProgram(Program):
 
     def run(self, blocks: Sequence[torch.Tensor], process_axis: Axis | None) -> Outcome:
         if process_axis is None:
-            return self._run_lanes(blocks, None, ())
+            return self._run_lanes(blocks, None, (), are_devices=False)
         return self._run_level(blocks, self.axes(process_axis))
 
     def _run_level(self, blocks: Sequence[torch.Tensor], axes: Sequence[Axis | None]) -> Outcome:
@@ -114,11 +114,14 @@ class RowProgram(Program):
         blocks: Sequence[torch.Tensor],
         process_axis: Axis | None,
         inside: Sequence[Axis | None],
+        *,
+        are_devices: bool = True,
     ) -> Outcome:
         outer = () if process_axis is None else (process_axis,)
 
         def run_row(index: torch.Tensor, rows: Sequence[torch.Tensor]) -> Outcome:
-            with bind(*outer, Axis(self.axis_name, self.lanes, index, None, is_lanes=True)):
+            lanes = Axis(self.axis_name, self.lanes, index, None, is_lanes=are_devices)
+            with bind(*outer, lanes):
                 return self._run_row(rows, inside)
 
         return self.over_lanes(run_row, self.lanes, blocks, self._dims, _stacked, outer)
