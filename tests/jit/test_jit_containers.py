@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, defaultdict, deque
 
+import numpy as np
 import pytest
 import torch
 from _cases import Cases, data
@@ -160,3 +161,24 @@ def test_a_container_of_another_kind():
     with pytest.warns(UserWarning, match="it changes a Pair"):
         tp.jit(f, compile=EAGER)(pair)
     assert pair.first.tolist() == [2, 2]
+
+
+def test_arrays_that_stay_are_the_same_objects():
+    x, label = np.ones(4), np.ones(4)
+    batch = {"x": x, "label": label}
+    f = tp.jit(lambda batch: torch.as_tensor(batch.pop("label")).sum(), compile=EAGER)
+    assert f(batch).item() == 4
+    assert list(batch) == ["x"]
+    assert batch["x"] is x
+
+
+def test_a_node_whose_children_are_made_anew():
+    class Box:
+        def __init__(self, items):
+            self.items = items
+
+    torch.utils._pytree.register_pytree_node(
+        Box, lambda x: ([dict(x.items)], None), lambda children, _: Box(*children)
+    )
+    f = tp.jit(lambda box: box.items["a"] * 2, compile=EAGER, fullgraph=True)
+    assert f(Box({"a": torch.ones(2)})).tolist() == [2, 2]

@@ -46,11 +46,13 @@ class NotingChanges:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         containers = list(_containers((args, kwargs)))
-        known = [(container, _items(container)) for container in containers]
+        known = [(k, container, _items(container)) for k, container in enumerate(containers)]
+        # a node may be registered with children that are made anew each time, which tell nothing
+        known = [each for each in known if same_items(_items(each[1]), each[2])]
         result = self._fun(*args, **kwargs)
         contents = {
             number: _items(container)
-            for number, (container, items) in enumerate(known)
+            for number, container, items in known
             if not same_items(_items(container), items)
         }
         if not contents:
@@ -61,15 +63,20 @@ class NotingChanges:
             if kind not in (*MAPPINGS, list, deque):
                 reason = f"it changes a {kind.__name__} that it is given"
                 raise Untraceable(reason, users_line(), "a dict, or return the new one")
-        before = {
-            id(x): _Before(number, place)
-            for number, (_, items) in enumerate(known)
+        before = [
+            (x, _Before(number, place))
+            for number, _, items in known
             for place, x in enumerate(_values(items))
-            if not isinstance(x, torch.Tensor | SIMPLE)
-        }
-        changed = Changed(result, contents)
-        is_known = lambda x: id(x) in before  # noqa: E731
-        return tree_map(lambda x: before.get(id(x), x), changed, is_leaf=is_known)
+            if not isinstance(x, SIMPLE)
+        ]
+        kept = {id(x): mark for x, mark in before}
+        # a tensor that is returned is a result, as that of any other call
+        others = {id(x): mark for x, mark in before if not isinstance(x, torch.Tensor)}
+        return Changed(_marked(result, others), _marked(contents, kept))
+
+
+def _marked(tree: Any, marks: dict[int, _Before]) -> Any:
+    return tree_map(lambda x: marks.get(id(x), x), tree, is_leaf=lambda x: id(x) in marks)
 
 
 def put_back(changed: Changed, given: Any) -> Any:
