@@ -13,11 +13,7 @@ import torch
 
 from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.pytree import flatten, tree_map
-from torchpmap._base.torch_internals import (
-    batched_levels,
-    fake_mode,
-    innermost,
-)
+from torchpmap._base.torch_internals import batched_levels, fake_mode, innermost
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import axes_of, union
 from torchpmap._layout import axis_stack
@@ -297,9 +293,7 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
             leaves = list(zip(*branches.unify(known), strict=True))
             results = [leaf[which] for leaf in leaves]
             if is_cast:
-                rows = zip(
-                    *(p.levels or map(batched_levels, p.tensors) for p in known), strict=True
-                )
+                rows = zip(*(parts.rows for parts in known), strict=True)
                 results = together(results, given, [frozenset[int]().union(*x) for x in rows])
             with axis_stack.split_again(part):
                 results = [varied(x, union(leaf)) for x, leaf in zip(results, leaves, strict=True)]

@@ -17,6 +17,7 @@ import torch
 from torchpmap._base.arrays import for_torch
 from torchpmap._base.errors import check_array, kind_of
 from torchpmap._base.pytree import Structure, flatten
+from torchpmap._base.torch_internals import batched_levels
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import axes_of
 from torchpmap._trace.traced_views import settle
@@ -65,6 +66,11 @@ class Parts:
     """Per tensor, if any was a Python number: the leaf itself."""
     levels: tuple[frozenset[int], ...] = ()
     """Per tensor, if they have no values: of the vmaps of which it would have rows."""
+
+    @property
+    def rows(self) -> Sequence[frozenset[int]]:
+        """Per tensor, the levels of the vmaps of which it has rows."""
+        return self.levels or list(map(batched_levels, self.tensors))
 
 
 def take_apart(value: Any, what: str) -> Parts:

@@ -44,7 +44,7 @@ from torchpmap._base.torch_internals import (
 )
 from torchpmap._trace.capture import is_real
 from torchpmap._trace.decisions import Skippable, decided, numbers_of, tracing
-from torchpmap._trace.reach import SIMPLE
+from torchpmap._trace.reach import SIMPLE, STEP_HOOKS
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.watched import Place, Watched
 from torchpmap._trace.whole_capture import WholeCapture
@@ -111,7 +111,7 @@ class Numbers:
             self._watched.add_name(optimizer.__dict__, name, place)
         self._watched.add_view(optimizer.state.values(), place)
         self._watched.add_view(self._groups, place)
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        for name in STEP_HOOKS:
             self._watched.add_view(getattr(optimizer, name).values(), place)
         for k, group in enumerate(self._groups):
             self._watched.add_view(group["params"], place)

@@ -51,7 +51,7 @@ _SCALING = {"_enabled", "_growth_factor", "_backoff_factor", "_growth_interval"}
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", *_MODULE_HOOKS)
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_STEP_HOOKS = {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Walk:
@@ -184,7 +184,7 @@ class Walk:
         elif isinstance(value, torch.Tensor):
             self._tensor(value, origin)
         elif isinstance(value, self._by_name):
-            self._owners.append((vars(value), _SCALING | _STEP_HOOKS, set(), origin))
+            self._owners.append((vars(value), {*_SCALING, *STEP_HOOKS}, set(), origin))
         elif isinstance(value, np.ndarray):
             self.watched.add_read(ArrayContents(value).same, Place(origin))
             for item in value.ravel().tolist() if value.dtype == object else ():

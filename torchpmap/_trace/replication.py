@@ -21,9 +21,8 @@ from torch.fx import Graph, Node
 
 from torchpmap._base.storages import storage_number
 from torchpmap._base.torch_internals import (
+    batched_levels,
     innermost,
-    is_vmap_wrapper,
-    layers,
     level_of,
 )
 from torchpmap._collectives import pbroadcast
@@ -293,8 +292,7 @@ def is_same(value: torch.Tensor, parts: Parts) -> bool:
     known: Replication | None = None if capture is None else capture.replication
     for part in parts:
         if part.group is None:
-            level = level_of(part.index)
-            if any(is_vmap_wrapper(x) and level_of(x) == level for x in layers(value)):
+            if level_of(part.index) in batched_levels(value):
                 return False
         elif part.size > 1 and (known is None or not known.is_same(innermost(value), part)):
             return False

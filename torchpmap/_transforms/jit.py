@@ -161,7 +161,9 @@ class Jitted(Made, Generic[_P, _R]):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = JitCall(self._fun, args, kwargs)
         program, taken = self._program(call, self._make)
-        if program is not None and not (program.refuses(taken) or _shares(program, args, kwargs)):
+        if program is not None and not (
+            program.refuses(taken) or (program.changes_given and are_given_twice((args, kwargs)))
+        ):
             if config.sought and program.has_effects:
                 return self._by_operation(args, kwargs)
             result = program.run(taken)
@@ -183,7 +185,7 @@ class Jitted(Made, Generic[_P, _R]):
         call = JitCall(self._fun, args, kwargs)
         make = functools.partial(Outline, make=functools.partial(_Derived, self))
         outline, taken = self._program(call, make)
-        if outline is None or _shares(outline, args, kwargs):
+        if outline is None or (outline.changes_given and are_given_twice((args, kwargs))):
             return self.__wrapped__(*args, **kwargs)
         result = outline.call(taken)
         return put_back(result, (args, kwargs)) if outline.changes_given else result
@@ -296,10 +298,6 @@ class _Derived(Jitted[..., Any]):
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return cast(list[torch.Tensor], self._run(tuple(tensors), {}))
-
-
-def _shares(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return program.changes_given and are_given_twice((args, kwargs))
 
 
 def _outlined(complete: Callable[..., Any], call: JitCall, look: Look, where: str) -> Any:

@@ -167,7 +167,7 @@ def _refuse_other_mesh(options: BlockOptions) -> None:
 
 
 class _Decorator(Protocol):
-    """``shard_map(mesh=...)``, without a function."""
+    """``shard_map(mesh=...)`` or ``smap(...)``, without a function."""
 
     def __call__(self, f: Callable[_P, _R], /) -> ShardMapped[_P, _R]: ...
 
@@ -247,6 +247,20 @@ def shard_map(
     return map_with(ShardMapped, make_block_options, settings, settings.pop("f"), "f of shard_map")
 
 
+@overload
+def smap(
+    f: Callable[_P, _R],
+    /,
+    *,
+    in_axes: Any = ...,
+    out_axes: Any,
+    axis_name: Hashable,
+    **options: Any,
+) -> ShardMapped[_P, _R]: ...
+@overload
+def smap(
+    f: None = None, /, *, in_axes: Any = ..., out_axes: Any, axis_name: Hashable, **options: Any
+) -> _Decorator: ...
 @boundary
 def smap(
     f: Callable[..., Any] | None = None,

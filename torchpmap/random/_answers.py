@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from torchpmap._base.sources import users_line
-from torchpmap._base.torch_internals import is_vmap_wrapper, layers, level_of
+from torchpmap._base.torch_internals import batched_levels
 from torchpmap.random._choices import permutation
 from torchpmap.random._continuous import normal, uniform
 from torchpmap.random._integers import bernoulli, randint
@@ -158,7 +158,7 @@ def _in_place(name: str, sample: _Sample) -> _Answer:
         key = key_of(options.pop("generator", None))
         with torch.no_grad():
             drawn = sample(key, tuple(x.shape), x.dtype, *args, **options)
-        if not vmaps_of(drawn) <= vmaps_of(x):
+        if not batched_levels(drawn) <= batched_levels(x):
             raise RuntimeError(
                 f"at {users_line()}: {name} draws other numbers for every row, but the rows of a "
                 "device (or of a vmap) share the tensor that it writes to. Make the tensor with "
@@ -169,11 +169,6 @@ def _in_place(name: str, sample: _Sample) -> _Answer:
         return x.copy_(drawn)
 
     return answer
-
-
-def vmaps_of(x: torch.Tensor) -> set[int]:
-    """The levels of the vmaps that give every row its own value."""
-    return {level_of(layer) for layer in layers(x) if is_vmap_wrapper(layer)}
 
 
 def _random(key: Any, shape: Any, dtype: torch.dtype, *limits: Any, **named: Any) -> Any:

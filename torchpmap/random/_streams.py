@@ -28,12 +28,10 @@ from torchpmap._base.torch_internals import (
     OpOverload,
     OpOverloadPacket,
     add_batch_dim,
+    batched_levels,
     function_modes,
     innermost,
     is_vmap,
-    is_vmap_wrapper,
-    layers,
-    level_of,
     num_modes,
     outside_modes,
     size_and_randomness,
@@ -41,7 +39,7 @@ from torchpmap._base.torch_internals import (
     transforms,
 )
 from torchpmap._base.wrapped import without_asking
-from torchpmap.random._answers import ANSWERS, truncated, vmaps_of
+from torchpmap.random._answers import ANSWERS, truncated
 from torchpmap.random._keys import fold_in
 from torchpmap.random._threefry import threefry2x32
 
@@ -134,7 +132,7 @@ class Streams(TorchFunctionMode):
         if isinstance(func, OpOverload):
             refuse_draw(func, args, kwargs)
         out = kwargs.get("out")
-        if isinstance(out, torch.Tensor) and vmaps_of(out):
+        if isinstance(out, torch.Tensor) and batched_levels(out):
             return _into(out, func(*args, **{**kwargs, "out": None}))
         if func is torch.Tensor.new and _is_size(args[1:]):
             func = torch.Tensor.new_empty
@@ -144,7 +142,7 @@ class Streams(TorchFunctionMode):
     def _own(self, new: torch.Tensor) -> torch.Tensor:
         """Memory for every row instead of memory that rows share, which no row could write to."""
         rows = [row for row, randomness in self._rows() if randomness == "different"]
-        apart = [row for row in rows if row is not None and vmaps_of(row)]
+        apart = [row for row in rows if row is not None and batched_levels(row)]
         if not apart or new.requires_grad or not new.is_contiguous():
             return new
         like = functools.reduce(torch.add, apart)
@@ -242,7 +240,7 @@ def _vmapped_rows(rows: list[torch.Tensor | None]) -> Iterator[tuple[torch.Tenso
     """
     # the body of a loop may see another tensor in the place of an index, which ``view`` finds
     given = [row.view(row.shape) for row in rows if row is not None]
-    own = {level_of(x) for row in given for x in layers(row) if is_vmap_wrapper(x)}
+    own = frozenset[int]().union(*map(batched_levels, given))
     device = None if rows[0] is None else rows[0].device
     for transform in transforms():
         if not is_vmap(transform) or transform.level() in own:
