@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 import types
 from typing import NamedTuple
 
@@ -37,6 +38,8 @@ class Code(NamedTuple):
     """That it stores to."""
     mentioned: tuple[str, ...]
     """What may be attributes among its names and texts."""
+    called: tuple[str, ...]
+    """Those of them that it only calls as methods: ``step`` in ``optimizer.step()``."""
     stores_items: bool
 
 
@@ -46,10 +49,17 @@ def code_facts(code: types.CodeType) -> Code:
     imported: dict[str, None] = {}
     names: dict[str, None] = {}
     attributes: dict[str, None] = {}
-    mentioned: dict[str, None] = dict.fromkeys(code.co_names)
+    mentioned: dict[str, None] = {}
+    called: dict[str, None] = {}
     stores_items, before = False, ""
     for instruction in dis.get_instructions(code):
         kind = instruction.opname
+        if kind == "LOAD_METHOD" or (kind == "LOAD_ATTR" and _is_method(instruction)):
+            called[instruction.argval] = None
+        elif instruction.opcode in dis.hasname:
+            mentioned[instruction.argval] = None
+        if kind == "MATCH_CLASS":
+            mentioned["__match_args__"] = None
         if kind == "IMPORT_NAME":
             imported |= dict.fromkeys((instruction.argval, instruction.argval.split(".")[0]))
         elif kind.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GL")):
@@ -72,11 +82,18 @@ def code_facts(code: types.CodeType) -> Code:
             names |= dict.fromkeys(inner.names)
             attributes |= dict.fromkeys(inner.attributes)
             mentioned |= dict.fromkeys(inner.mentioned)
+            called |= dict.fromkeys(inner.called)
             stores_items |= inner.stores_items
         elif isinstance(constant, str):  # getattr(x, "name")
             mentioned[constant] = None
-    facts = tuple(read), tuple(imported), tuple(names), tuple(attributes), tuple(mentioned)
-    return Code(*facts, stores_items)
+    only_called = tuple(name for name in called if name not in mentioned)
+    facts = tuple(read), tuple(imported), tuple(names), tuple(attributes)
+    return Code(*facts, (*mentioned, *only_called), only_called, stores_items)
+
+
+def _is_method(load: dis.Instruction) -> bool:
+    """Whether ``LOAD_ATTR`` loads a method to call it: Python 3.11 has ``LOAD_METHOD`` for that."""
+    return sys.version_info >= (3, 12) and bool((load.arg or 0) & 1)
 
 
 class Stores:

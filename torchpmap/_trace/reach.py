@@ -13,13 +13,14 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import Any, Generic, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from torchpmap._base.contents import ArrayContents
+from torchpmap._base.pytree import registration
 from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import torch_function_off
 from torchpmap._trace.code import Stores, code_facts
@@ -43,7 +44,16 @@ _IMPLIED = {"forward", "backward", "setup_context", "vmap", "jvp"}
 """Methods that torch calls, so the user's code may not mention them."""
 _AT_CREATION = {"__init__", "__new__", "__post_init__"}
 _NO_CODE = _AT_CREATION | {"__module__", "__dict__", "__doc__", "__weakref__", "__slots__"}
-_OF_MODULES = frozenset(vars(torch.nn.Module()))
+_OF_MODULES = set(vars(torch.nn.Module()))
+_OPEN = (object, abc.ABC, Generic, Protocol, torch.nn.Module)
+"""Foreign classes whose own code reads no attributes of a user's."""
+_READING_ANY = {
+    *("getattr", "hasattr", "setattr", "delattr", "vars", "dir", "eval", "exec", "attrgetter"),
+    *("copy", "deepcopy", "asdict", "astuple", "replace", "fields", "getmembers"),
+    *("format", "format_map", "dump", "dumps", "__dict__", "__getattribute__", "__getstate__"),
+    *("__reduce__", "__reduce_ex__", "__match_args__"),
+}
+"""Names in code that may read attributes whose names are not in it."""
 _ASKING = {"hasattr", "getattr", "AttributeError", "Exception"}
 """Names in code that may ask a module for what it lacks."""
 _SCALING = {"_enabled", "_growth_factor", "_backoff_factor", "_growth_interval"}
@@ -52,6 +62,19 @@ _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", 
 _TABLES = ("_parameters", "_buffers", "_modules", *_MODULE_HOOKS)
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class _Owner(NamedTuple):
+    """Attributes of which those are watched that the code mentions."""
+
+    table: Mapping[str, Any]
+    implied: set[str]
+    """Names that are always watched."""
+    done: set[str]
+    """Names that are watched by now."""
+    origin: str
+    is_instance: bool = False
+    """Whether code may read them by names that are made while it runs."""
 
 
 class Walk:
@@ -75,12 +98,12 @@ class Walk:
         self.stores = Stores()
         self.names: set[str] = set()
         """What the code that was met mentions."""
+        self._read: set[str] = set()
+        """Those of them that it does not only call as methods."""
         self._seen: dict[int, Any] = {id(_MISSING): _MISSING}
         """By id; kept, so that no other value gets the id."""
         self._queue: deque[tuple[Any, str]] = deque()
-        self._owners: list[tuple[Mapping[str, Any], set[str], set[str], str]] = []
-        """(attributes by name, names that are always watched, names watched by now, origin); any
-        other attribute is watched when the code mentions its name."""
+        self._owners: list[_Owner] = []
 
     def run(self, fun: Any, given: tuple[Any, ...] = ()) -> None:
         """Watch what ``fun`` reaches; if it is given values, only what these lead to besides."""
@@ -89,6 +112,7 @@ class Walk:
             self.watched, self.tensors, self.origins = Watched(), [], []
             for value in given:
                 self._run(value, "a static argument")
+        self._called()
         self.watched.seal()
 
     def objects(self) -> list[Any]:
@@ -113,11 +137,23 @@ class Walk:
 
     def _mentioned(self) -> None:
         """Watch the attributes that the code met so far mentions."""
-        for table, implied, done, origin in self._owners:
-            for name in [name for name in list(table) if name in self.names or name in implied]:
-                if name not in done:
+        is_any = not _READING_ANY.isdisjoint(self.names)
+        for table, implied, done, origin, is_instance in self._owners:
+            for name, value in list(table.items()):
+                is_read = name in self._read or name in implied or (is_instance and is_any)
+                is_called = name in self.names and not (is_instance and isinstance(value, SIMPLE))
+                if name not in done and (is_read or is_called):
                     done.add(name)
                     self._watch_attribute(table, name, origin)
+
+    def _called(self) -> None:
+        """Watch that what has the name of a method in the code, such as a number of steps beside
+        ``optimizer.step()``, stays what cannot be called.
+        """
+        for table, _, done, origin, is_instance in self._owners:
+            for name in self.names.intersection(table) - done if is_instance else ():
+                is_simple = functools.partial(_is_simple, table, name)
+                self.watched.add_read(is_simple, Place(origin, "attribute", name))
 
     def _add(self, value: Any, origin: str) -> None:
         if not isinstance(value, SIMPLE) and id(value) not in self._seen:
@@ -150,17 +186,25 @@ class Walk:
         for name in list(kind.keys(table)):
             self._watch_name(table, name, place)
 
-    def _all_attributes(self, value: Any, origin: str) -> None:
+    def _attributes_of(self, value: Any, origin: str) -> None:
         table = dict_of(value)
-        if table is not None and id(table) in self._owners_of_stored:
+        if table is None:
+            return
+        if is_open(type(value)):
+            self.watched.add_attributes(value, table, origin, values=False)
+            self._owners.append(_Owner(table, set(), set(), origin, True))
+        elif id(table) in self._owners_of_stored:
             self.watched.add_dict(value, table, origin)
             self._entries(table, Place(origin, "attribute"))
-        elif table is not None:
+        else:
             self.watched.add_attributes(value, table, origin)
             for item in list(table.values()):
                 self._add(item, origin)
 
     def _follow(self, value: Any, origin: str) -> None:
+        if isinstance(value, types.FunctionType | types.BuiltinFunctionType | attrgetter):
+            name = getattr(value, "__name__", "attrgetter")  # that the code has another name for
+            self.names |= _READING_ANY & {name}
         if isinstance(value, types.FunctionType):
             if not is_foreign(value.__module__) or not is_foreign(_module_of(value)):
                 self._function(value, origin)
@@ -184,7 +228,7 @@ class Walk:
         elif isinstance(value, torch.Tensor):
             self._tensor(value, origin)
         elif isinstance(value, self._by_name):
-            self._owners.append((vars(value), {*_SCALING, *STEP_HOOKS}, set(), origin))
+            self._owners.append(_Owner(vars(value), {*_SCALING, *STEP_HOOKS}, set(), origin))
         elif isinstance(value, np.ndarray):
             self.watched.add_read(ArrayContents(value).same, Place(origin))
             for item in value.ravel().tolist() if value.dtype == object else ():
@@ -233,7 +277,7 @@ class Walk:
             self._add(value.__wrapped__ if isinstance(wrapped, property) else wrapped, origin)
 
     def _instance(self, value: Any, origin: str) -> None:
-        self._all_attributes(value, origin)
+        self._attributes_of(value, origin)
         for cls in type(value).__mro__:
             for name, member in vars(cls).items():
                 if isinstance(member, types.MemberDescriptorType) and not is_foreign(
@@ -263,7 +307,7 @@ class Walk:
             implied |= _IMPLIED
             implied.update(name for name, value in table.items() if isinstance(value, _DATA))
             self.watched.add_size(table, Place(origin, "attribute"))
-            self._owners.append((table, implied, set(), origin))
+            self._owners.append(_Owner(table, implied, set(), origin))
 
     def _function(self, function: types.FunctionType, origin: str) -> None:
         is_outermost = not len(self.watched)
@@ -282,8 +326,9 @@ class Walk:
         facts = code_facts(code)
         names = set(facts.mentioned)
         self.names |= names
+        self._read |= names.difference(facts.called)
         self.stores.add(code)
-        self._owners.append((vars(function), {"__wrapped__", "registry"}, set(), origin))
+        self._owners.append(_Owner(vars(function), {"__wrapped__", "registry"}, set(), origin))
         if is_foreign(_module_of(function)):  # a wrapper of torch's around a user's function
             return
         known = function.__globals__
@@ -323,9 +368,8 @@ class Walk:
         state = vars(module)
         self.watched.add_dict(module, state, origin)
         self.watched.add_size(state, Place(origin, "attribute"))
-        for name in list(state):
-            if name not in _OF_MODULES or name == "training":
-                self._watch_attribute(state, name, origin)
+        implied = {"training"} if is_open(type(module)) else {"training", *state}
+        self._owners.append(_Owner(state, implied, _OF_MODULES - {"training"}, origin, True))
         for name in _TABLES:
             table = state.get(name)  # missing before Module.__init__
             if table:
@@ -341,7 +385,7 @@ class Walk:
         self.origins.append(origin)
         table = dict_of(tensor)
         if table:
-            self._owners.append((table, set(), set(), origin))
+            self._owners.append(_Owner(table, set(), set(), origin))
         with torch_function_off():  # one of another trace would raise
             tables = [getattr(tensor, name) for name in _TENSOR_HOOKS]
         for name, hooks in zip(_TENSOR_HOOKS, tables, strict=True):
@@ -349,6 +393,16 @@ class Walk:
                 self._entries(hooks, Place(origin, "attribute", name))
         if not is_foreign(type(tensor).__module__):
             self._kind(tensor, origin)
+
+
+def is_open(kind: type) -> bool:
+    """Whether only code of the user's reads the attributes of instances, by their names."""
+    foreign = {base for base in kind.__mro__ if is_foreign(base.__module__)}
+    return foreign.issubset(_OPEN) and registration(kind) is None
+
+
+def _is_simple(table: Mapping[str, Any], name: str) -> bool:
+    return isinstance(table.get(name), SIMPLE)
 
 
 _DATA = bool | int | float | complex | str | torch.Tensor | np.ndarray | np.generic

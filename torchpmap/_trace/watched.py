@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from torchpmap._base.exact import Pictures
 
 _MISSING = object()
+_ANY = object()
+"""Stands for a value that is not watched here."""
 _registry_of = getattr(abc, "_get_dump")  # noqa: B009 (not in the stubs)
 _code = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _Source = Callable[[], Iterable[Any]]
@@ -49,7 +51,8 @@ class Watched:
         self._sizes: list[int] = []
         self._size_places: list[Place | None] = []
         self._owners: list[tuple[Any, dict[str, Any], dict[str, Any] | None, str]] = []
-        """Instances, their ``__dict__``, a copy of it if all of it is watched, and the origin."""
+        """Instances, their ``__dict__``, a copy of it if all of it is watched (``_ANY`` where
+        its names are), and the origin."""
 
     def __len__(self) -> int:
         num_asked = sum(len(asked) for asked, _, _ in self._singles.values())
@@ -85,11 +88,15 @@ class Watched:
         if self._sizes[-1]:
             self._views.append((view, list(view), place))
 
-    def add_attributes(self, owner: Any, table: dict[str, Any], origin: str) -> None:
-        """``table``: the ``__dict__`` of the owner, of which all is watched."""
+    def add_attributes(
+        self, owner: Any, table: dict[str, Any], origin: str, *, values: bool = True
+    ) -> None:
+        """``table``: the ``__dict__`` of the owner, of which all is watched, or all names."""
         self.add_view(table.keys(), None)
-        self.add_view(table.values(), None)
-        self._owners.append((owner, table, dict(table), origin))
+        if values:
+            self.add_view(table.values(), None)
+        copy = dict(table) if values else dict.fromkeys(table, _ANY)
+        self._owners.append((owner, table, copy, origin))
 
     def add_dict(self, owner: Any, table: dict[str, Any], origin: str) -> None:
         """Watch that the ``__dict__`` of the owner stays this one."""
@@ -153,6 +160,8 @@ class Watched:
                 yield Place(origin, "attribute")
             for name in () if copy is None else copy.keys() | now.keys():
                 then = (copy or {}).get(name, _MISSING)
+                if then is _ANY and name in now:
+                    continue
                 if not all_same([now.get(name, _MISSING)], [then]):
                     yield Place(origin, "attribute", name)
         for sized, size, size_place in zip(
