@@ -127,40 +127,131 @@ def under_a_transform(on):
 
 @CASES.add(fullgraph=False)
 def one_in_two_places(on):
-    found = []
+    found, known = [], []
 
     @on.jit
-    def f(first, second, x):
+    def dicts(first, second, x):
         first["y"] = x * 2
         return second.get("y", x)
 
+    @on.jit
+    def lists(first, second, x):
+        first.append(x * 2)
+        return second[-1] if second else x
+
+    @on.jit
+    def global_changed(given, x):
+        known.append(x)
+        return given[-1] if given else x * 2
+
+    @on.jit
+    def given_changed(given, x):
+        given.append(x * 2)
+        return known[-1]
+
     for x in on.rows(2):
-        found += [f({}, {}, x)]
-        found += [f(same := {}, same, x)]
+        found += [dicts({}, {}, x), dicts(same := {}, same, x)]
+        found += [lists([], [], x), lists(same := [], same, x)]
+        found += [global_changed([], x), global_changed(known, x)]
+        found += [given_changed([], x), given_changed(known, x)]
+    return found
+
+
+@CASES.add(fullgraph=False)
+def new_objects(on):
+    class Box:
+        def __init__(self, x):
+            self.x = x
+
+    @on.jit
+    def f(state, x):
+        state["first"] = new = [x]
+        state["last"] = new
+        return x * 2
+
+    @on.jit
+    def returns(state, x):
+        state["first"] = new = [x]
+        return new
+
+    @on.jit
+    def hides(state, x):
+        state["box"] = Box(x)
+        return x * 3
+
+    found = []
+    for x in on.rows(2):
+        found += [f(state := {}, x), *returns(other := {}, x), hides(boxes := {}, x)]
+        state["first"].append(x)
+        other["first"].append(x)
+        found += [*state["last"], *other["first"], boxes["box"].x]
+    return found
+
+
+@CASES.add(fullgraph=False)
+def sets(on):
+    @on.jit
+    def f(state, x):
+        state["seen"].add(1)
+        return x * 2
+
+    found = []
+    for x in on.rows(2):
+        found += [f(state := {"seen": set()}, x)]
+        assert state == {"seen": {1}}
     return found
 
 
 test_as_in_plain_torch = CASES.tests()
 
 
-def test_a_container_of_another_kind():
+@pytest.mark.parametrize("name", ["first", "number"])
+def test_a_container_of_another_kind(name):
     class Pair:
-        def __init__(self, first, second):
-            self.first, self.second = first, second
+        def __init__(self, first, second, number):
+            self.first, self.second, self.number = first, second, number
 
     torch.utils._pytree.register_pytree_node(
-        Pair, lambda x: ([x.first, x.second], None), lambda items, _: Pair(*items)
+        Pair, lambda x: ([x.first, x.second], x.number), lambda items, n: Pair(*items, n)
     )
 
     def f(pair):
-        pair.first = pair.second * 2
+        setattr(pair, name, pair.second * 2 if name == "first" else 2)
 
-    pair = Pair(torch.ones(2), torch.ones(2))
+    pair = Pair(torch.ones(2), torch.ones(2), 1)
     with pytest.raises(tp.TraceError, match=r"it changes a Pair that it is given\. Use a dict"):
         tp.jit(f, compile=EAGER, fullgraph=True)(pair)
     with pytest.warns(UserWarning, match="it changes a Pair"):
         tp.jit(f, compile=EAGER)(pair)
-    assert pair.first.tolist() == [2, 2]
+    assert (pair.first.tolist(), pair.number) == (([2, 2], 1) if name == "first" else ([1, 1], 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda state, new: state.update(a=new, b=new), "a new list or dict into two places"),
+        (lambda state, new: state.update(a=Held(new)), "a Held with a tensor inside into a list"),
+    ],
+)
+def test_what_a_call_could_not_make(change, reason):
+    with pytest.raises(tp.TraceError, match=f"it puts {reason}"):
+        tp.jit(lambda state, x: change(state, [x]), compile=EAGER, fullgraph=True)(
+            {}, torch.ones(2)
+        )
+
+
+class Held:
+    def __init__(self, x):
+        self.x = x
+
+
+def test_debug_nans_looks_at_what_is_left_in_a_dict(monkeypatch):
+    def f(state):
+        state["log"] = (state["x"] - 2).log()
+
+    monkeypatch.setattr(tp.config, "debug_nans", True)
+    with pytest.raises(FloatingPointError, match=r"log.* gave NaN"):
+        tp.jit(f, compile=EAGER)({"x": torch.ones(2)})
 
 
 def test_arrays_that_stay_are_the_same_objects():

@@ -172,7 +172,7 @@ class Snapshot:
             elif not isinstance(table, set):
                 own = set(map(id, copy))
                 for place in reversed(range(len(table))):
-                    if id(table[place]) not in own and _has_traced(table[place]):
+                    if id(table[place]) not in own and has_traced(table[place]):
                         del table[place]
         for owner, name, value in self._places:
             if _read(owner, name) is not value:
@@ -198,7 +198,7 @@ class Snapshot:
         others: list[Any] = []
         is_alone = not (self._others_run or others_run())  # else another thread may have done it
         for slot, now, can_store, is_users in self._changes():
-            if _has_traced(now):
+            if has_traced(now):
                 if not (can_store and _is_plain(now)):
                     raise slot.refusal(where)
                 new[slot.key] = slot
@@ -236,7 +236,7 @@ class Snapshot:
                     continue
                 if each.is_users:
                     yield Slot(table, name), now, is_fixed, True
-                elif _has_traced(now):  # the containers in it may be others in each call
+                elif has_traced(now):  # the containers in it may be others in each call
                     slot = each.attribute(name)
                     yield slot, slot.read(), True, False
         for owner, name, value in self._places:
@@ -330,15 +330,15 @@ def _write(owner: Any, name: Any, value: Any) -> None:
     change(owner, name, *given)
 
 
-def _has_traced(value: Any, depth: int = 8) -> bool:
+def has_traced(value: Any, depth: int = 8) -> bool:
     """Whether a tensor of a trace is in a value that the function has stored."""
     if isinstance(innermost(value), FakeTensor):
         return True
     if not depth or isinstance(value, torch.nn.Module | type | FunctionType):
         return False
     if isinstance(value, (*_TABLES, tuple, frozenset)):
-        return any(_has_traced(item, depth - 1) for item in _items(value))
+        return any(has_traced(item, depth - 1) for item in _items(value))
     if not is_holder(type(value)):
         return False
     inside = [*(dict_of(value) or {}).values(), *(_read(value, x) for x in _slots(value))]
-    return any(_has_traced(item, depth - 1) for item in inside)
+    return any(has_traced(item, depth - 1) for item in inside)

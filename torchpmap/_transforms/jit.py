@@ -46,7 +46,7 @@ from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
 from torchpmap._transforms.call import reduced
-from torchpmap._transforms.jit_containers import NotingChanges, are_given_twice, put_back
+from torchpmap._transforms.jit_containers import Changes, NotingChanges, are_given_twice
 from torchpmap._transforms.jit_program import (
     JitCall,
     JitOptions,
@@ -159,20 +159,17 @@ class Jitted(Made, Generic[_P, _R]):
         return LoweredProgram(program)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = JitCall(self._fun, args, kwargs)
-        program, taken = self._program(call, self._make)
-        if program is not None and not (
-            program.refuses(taken) or (program.changes_given and are_given_twice((args, kwargs)))
-        ):
-            if config.sought and program.has_effects:
-                return self._by_operation(args, kwargs)
-            result = program.run(taken)
-            return put_back(result, (args, kwargs)) if program.changes_given else result
-        if program is not None:
+        program, taken = self._program_of(args, kwargs, self._make)
+        if program is None:
+            return self._by_operation(args, kwargs)
+        if program.refuses(taken) or program.changes.meet((args, kwargs)):
             reason = "it writes to an argument that shares its value with another or a closure"
             verdict = Untraceable(reason, self._options.where, "a copy of one of them")
             self._traces.untraced(self._options, verdict, _BY_OPERATION)
-        return self._by_operation(args, kwargs)
+            return self._by_operation(args, kwargs)
+        if config.sought and (program.has_effects or program.changes.of_given):
+            return self._by_operation(args, kwargs)
+        return program.changes.put_back(program.run(taken), (args, kwargs))
 
     def _by_operation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording.lacks(self._options.prefix, _BY_OPERATION)
@@ -182,13 +179,23 @@ class Jitted(Made, Generic[_P, _R]):
 
     def _run_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call as transforms around it see it."""
-        call = JitCall(self._fun, args, kwargs)
         make = functools.partial(Outline, make=functools.partial(_Derived, self))
-        outline, taken = self._program(call, make)
-        if outline is None or (outline.changes_given and are_given_twice((args, kwargs))):
+        outline, taken = self._program_of(args, kwargs, make)
+        if outline is None or outline.changes.meet((args, kwargs)):
             return self.__wrapped__(*args, **kwargs)
-        result = outline.call(taken)
-        return put_back(result, (args, kwargs)) if outline.changes_given else result
+        return outline.changes.put_back(outline.call(taken), (args, kwargs))
+
+    def _program_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], make: Callable[..., Any]
+    ) -> _Found:
+        try:
+            return self._program(JitCall(self._fun, args, kwargs), make)
+        except TraceError:
+            raise
+        except Exception:
+            if not are_given_twice((args, kwargs)):
+                raise
+            return None, ()  # a trace has a copy of each, and one lacks what is added to the other
 
     def _program(self, call: JitCall, make: Callable[..., Any]) -> _Found:
         structure, kinds = call.structure, tuple(map(leaf_key, call.leaves))
@@ -221,7 +228,7 @@ class Jitted(Made, Generic[_P, _R]):
 
     def _traced(self, key: Hashable, call: JitCall, make: Callable[..., Any]) -> _Found:
         self._note(call, make is not self._make)
-        call.fun = noting = NotingChanges(call.fun)
+        call.fun = noting = NotingChanges(call.fun, self._options.where)
         objects = tuple(call.objects())
         own: list[Environment] = []
         if objects:
@@ -252,8 +259,9 @@ class Jitted(Made, Generic[_P, _R]):
                     self._traces.untraced(self._options, error, _BY_OPERATION)
                     self._keep(key, (None, surroundings))
                 return None, ()
-        program.changes_given = noting.has_changed
-        keys = {x.key for x in program.slots} if isinstance(program, Storing) else set()
+        slots = program.slots if isinstance(program, Storing) else ()
+        program.changes = Changes.of(noting.has_changed, reached, (x.owner for x in slots))
+        keys = {x.key for x in slots}
         own = [each.without(keys) for each in own] if keys else own
         noted = Surroundings([self._environment.without(keys), *own])
         if isinstance(program, Outline):

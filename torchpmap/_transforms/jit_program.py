@@ -39,6 +39,7 @@ from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
 from torchpmap._trace.whole_capture import reals
 from torchpmap._transforms.call import CallOptions
+from torchpmap._transforms.jit_containers import Changes
 from torchpmap._transforms.jit_gradient import Derivable, overwritten
 from torchpmap._transforms.jit_values import (
     RESULT,
@@ -161,8 +162,7 @@ _TENSOR = object()
 class Program:
     """What runs for one kind of call."""
 
-    changes_given = False
-    """Whether it returns what to put into containers among its arguments."""
+    changes = Changes()
 
     def __init__(
         self,

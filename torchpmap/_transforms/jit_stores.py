@@ -11,7 +11,6 @@ arguments, and has the values that the function leaves there as results:
 from __future__ import annotations
 
 import copy
-import enum
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import copy_context
 from typing import Any, NamedTuple
@@ -19,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpmap._base.exact import exact
-from torchpmap._base.pytree import flatten, tree_flatten
+from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_internals import torch_function_off
 from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.snapshot import Slot, Snapshot
 from torchpmap._trace.untraceable import Untraceable
+from torchpmap._transforms.jit_containers import Changes, may_change
 from torchpmap._transforms.jit_program import JitCall
 from torchpmap._transforms.jit_values import leaf_key
 
@@ -82,7 +82,7 @@ class Storing:
     """A program that takes what is in some places, and leaves other values there."""
 
     has_effects = True
-    changes_given = False
+    changes = Changes()
 
     def __init__(self, program: Any, slots: Sequence[Slot], state: _State) -> None:
         self._program, self.slots, self._key = program, slots, state.key()
@@ -160,19 +160,20 @@ def _with_state(
                     _Same if now is was and _is_same(flatten(now), tree) else now
                     for now, was, tree in zip((x.read() for x in slots), given, trees, strict=True)
                 ]
-                kept = _containers(given).keys()
+                kept = {id(x) for x in may_change(given)}
                 pairs = [
-                    (slot, _containers(now) if slot.is_users else {})
+                    (slot, may_change(now) if slot.is_users else [])
                     for slot, now in zip(slots, stored, strict=True)
                 ]
-                moved = [slot for slot, held in pairs if kept.isdisjoint(held)]
+                moved = [slot for slot, held in pairs if kept.isdisjoint(map(id, held))]
             if new or len(moved) < len(slots):  # a container that stays has places of its own
                 raise _Found([*moved, *new])
             seen: set[int] = set()
             for slot, held in pairs:  # each call would make two containers of one
-                if held.keys() & seen or any(snapshot.has(Slot(x, None)) for x in held.values()):
-                    raise slot.refusal(where)
-                seen |= held.keys()
+                for x in held:
+                    if id(x) in seen or snapshot.has(Slot(x, None)):
+                        raise slot.refusal(where)
+                    seen.add(id(x))
             return (result, stored) if slots else result
         finally:
             _write_all(slots, before)
@@ -195,19 +196,6 @@ def _is_same(now: Any, before: Any) -> bool:
     (leaves, structure), (own, own_structure) = now, before
     is_alike = structure == own_structure and structure.dict_order == own_structure.dict_order
     return is_alike and all(x is y for x, y in zip(leaves, own, strict=True))
-
-
-def _containers(value: Any) -> dict[int, Any]:
-    """Those in a pytree that may change, by their ids."""
-    found: dict[int, Any] = {}
-
-    def note(x: Any) -> bool:
-        if not isinstance(x, torch.Tensor | tuple | type | enum.Enum | SIMPLE):
-            found[id(x)] = x
-        return False
-
-    tree_flatten(value, note)
-    return found
 
 
 def _write_all(slots: Sequence[Slot], values: Sequence[Any]) -> None:

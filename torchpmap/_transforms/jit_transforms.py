@@ -41,6 +41,7 @@ from torchpmap._trace.graphs import results_of
 from torchpmap._trace.transformable import jvp_of, vjp_of
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
+from torchpmap._transforms.jit_containers import Changes
 from torchpmap._transforms.jit_program import RESULT, JitCall, Options, kinds_of, layout_of_gradient
 from torchpmap._transforms.jit_values import returned
 from torchpmap.random._streams import batched_key, draw_key, new_seed, streams_of
@@ -152,7 +153,7 @@ class Outline:
         make: see ``Make``.
     """
 
-    changes_given = False
+    changes = Changes()
 
     def __init__(
         self, call: JitCall, options: Options, optimizers: Sequence[Any], make: Make
