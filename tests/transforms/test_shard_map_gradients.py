@@ -395,6 +395,20 @@ def test_branches_have_rows_where_one_of_them_has(way):
     torch.testing.assert_close(run(tp.grad(f), way, W, X), 2 * (2 + 3) + 2 * (W.cos() + 3))
 
 
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_rows_that_only_another_branch_has_in_each_step_of_a_loop(way, num_steps):
+    def f(w, x):
+        def of_row(row):
+            branches = lambda w: w * row, lambda w: w * w
+            return tp.psum(tp.cond(x[0] > 2.5, *branches, w), "x")
+
+        steps = tp.scan(lambda c, _: (c, tp.vmap(of_row)(torch.arange(3.0))), w, None, num_steps)
+        return steps[1]
+
+    expected = 2 * (W * W + W * torch.arange(3.0)).expand(num_steps, 3)
+    torch.testing.assert_close(run(f, way, W, X), expected)
+
+
 def test_a_branch_without_a_part_in_the_gradient(way):
     """All devices sum the gradient of the weight, also those that do not use it."""
 

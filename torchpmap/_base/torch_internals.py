@@ -114,6 +114,12 @@ def size_and_randomness(transform: Any) -> tuple[int, str]:
     return vmapped.batchSize(), vmapped.randomness().name.lower()
 
 
+def row_numbers(transform: Any, device: Any) -> torch.Tensor:
+    """Of a vmap, as its function sees them."""
+    size, _ = size_and_randomness(transform)
+    return add_batch_dim(innermost(torch.arange(size, device=device)), 0, transform.level())
+
+
 def layers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor, then the tensor that each transform wraps, down to one that none wraps."""
     yield tensor

@@ -13,7 +13,13 @@ import torch
 
 from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.pytree import flatten, tree_map
-from torchpmap._base.torch_internals import batched_levels, fake_mode, innermost
+from torchpmap._base.torch_internals import (
+    batched_levels,
+    fake_mode,
+    innermost,
+    is_vmap,
+    transforms,
+)
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import axes_of, union
 from torchpmap._layout import axis_stack
@@ -282,7 +288,8 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
     results = [varied(x, deciding) for x in taken.tensors]
     taken = replace(taken, tensors=results)
     is_cast = any(map(operator.is_not, given, operands))
-    if not is_repeated() or is_tracked() or any(taken.weak) or around.draws_numbers:
+    is_vmapped = any(map(is_vmap, transforms()))
+    if not is_repeated() or is_tracked() or any(taken.weak) or around.draws_numbers or is_vmapped:
         with around.restored():  # and as many random numbers are drawn as by the others
             kinds = [taken if k == which else branches.kinds(k) for k in every]
         known = [parts for parts in kinds if parts is not None]
@@ -292,9 +299,9 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
         else:  # Python numbers take the dtype of the other branches
             leaves = list(zip(*branches.unify(known), strict=True))
             results = [leaf[which] for leaf in leaves]
-            if is_cast:
-                rows = zip(*(parts.rows for parts in known), strict=True)
-                results = together(results, given, [frozenset[int]().union(*x) for x in rows])
+            rows = [frozenset[int]().union(*x) for x in zip(*(x.rows for x in known), strict=True)]
+            if is_cast or any(row != own for row, own in zip(rows, taken.rows, strict=True)):
+                results = together(results, given, rows)
             with axis_stack.split_again(part):
                 results = [varied(x, union(leaf)) for x, leaf in zip(results, leaves, strict=True)]
     return taken.tree.build(private(results))

@@ -27,13 +27,12 @@ from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
     OpOverload,
     OpOverloadPacket,
-    add_batch_dim,
     batched_levels,
     function_modes,
-    innermost,
     is_vmap,
     num_modes,
     outside_modes,
+    row_numbers,
     size_and_randomness,
     torch_function_off,
     transforms,
@@ -245,9 +244,7 @@ def _vmapped_rows(rows: list[torch.Tensor | None]) -> Iterator[tuple[torch.Tenso
     for transform in transforms():
         if not is_vmap(transform) or transform.level() in own:
             continue
-        size, randomness = size_and_randomness(transform)
-        index = innermost(torch.arange(size, device=device))
-        yield add_batch_dim(index, 0, transform.level()), randomness
+        yield row_numbers(transform, device), size_and_randomness(transform)[1]
 
 
 # -- which functions draw --------------------------------------------------------------------------
