@@ -27,6 +27,9 @@ class Trainer:
         optimizer.step()
         return self.scale
 
+    def takes_a_step_inside(self, optimizer):
+        return [lambda: optimizer.step() + self.scale for _ in range(2)]
+
     def by_a_name(self, name):
         return getattr(self, name)
 
@@ -109,6 +112,7 @@ def set_to(name, value):
         (Trainer, "of_scale", lambda each: each.losses.append(1), False),
         (Trainer, "takes_a_step", set_to("step", 1), False),
         (Trainer, "takes_a_step", set_to("step", print), True),
+        (Trainer, "takes_a_step_inside", set_to("step", 1), False),
         (Trainer, "by_a_name", set_to("count", 1), True),
         (Trainer, "of_all", set_to("count", 1), True),
         (Trainer, "of_a_copy", set_to("count", 1), True),

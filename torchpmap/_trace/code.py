@@ -81,7 +81,7 @@ def code_facts(code: types.CodeType) -> Code:
             imported |= dict.fromkeys(inner.modules)
             names |= dict.fromkeys(inner.names)
             attributes |= dict.fromkeys(inner.attributes)
-            mentioned |= dict.fromkeys(inner.mentioned)
+            mentioned |= dict.fromkeys(name for name in inner.mentioned if name not in inner.called)
             called |= dict.fromkeys(inner.called)
             stores_items |= inner.stores_items
         elif isinstance(constant, str):  # getattr(x, "name")
