@@ -33,6 +33,18 @@ class Trainer:
     def by_a_name(self, name):
         return getattr(self, name)
 
+    def by_a_constant(self):
+        return getattr(self, "scale", 0), hasattr(self.losses, "sum"), getattr(self, "x", self.step)
+
+    def by_a_made_name(self):
+        return getattr(self, "co" + "unt"[len(self.losses) :])
+
+    def as_text(self):
+        return "{0.count}".format(self)  # noqa: UP030, UP032 (this is what is tested)
+
+    def as_another_text(self):
+        return "{:.2f}".format(self.scale), "a".replace("a", "b")  # noqa: UP032
+
     def of_all(self):
         return sum(vars(self).values())
 
@@ -114,6 +126,12 @@ def set_to(name, value):
         (Trainer, "takes_a_step", set_to("step", print), True),
         (Trainer, "takes_a_step_inside", set_to("step", 1), False),
         (Trainer, "by_a_name", set_to("count", 1), True),
+        (Trainer, "by_a_constant", set_to("count", 1), False),
+        (Trainer, "by_a_constant", set_to("scale", 1), True),
+        (Trainer, "by_a_constant", set_to("step", 1), True),
+        (Trainer, "by_a_made_name", set_to("count", 1), True),
+        (Trainer, "as_text", set_to("count", 1), True),
+        (Trainer, "as_another_text", set_to("count", 1), False),
         (Trainer, "of_all", set_to("count", 1), True),
         (Trainer, "of_a_copy", set_to("count", 1), True),
         (Trainer, "of_another_copy", set_to("count", 1), True),

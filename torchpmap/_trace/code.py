@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dis
 import functools
+import re
 import sys
 import types
-from typing import NamedTuple
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from torchpmap._trace.watched import Place
 
@@ -15,6 +18,14 @@ _STORES_ATTRIBUTE = {"STORE_ATTR", "DELETE_ATTR"}
 _STORES_ITEM = {"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"}
 _ANY_NAME = {"exec", "globals"}
 _ANY_ATTRIBUTE = {"setattr", "delattr", "__setattr__", "__dict__", "vars"}
+_ASKING = {"getattr", "hasattr"}
+_READING_ANY = _ASKING | {
+    *("setattr", "delattr", "vars", "dir", "eval", "exec", "attrgetter", "__dict__"),
+    *("__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__"),
+}
+_FORMAT = re.compile(r"\{\w*[.\[]\w")
+"""A text for ``str.format`` that reads attributes."""
+_READERS = {"copy", "dataclasses", "inspect", "pickle"}
 _CHANGING = {
     *("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "fill", "insert"),
     *("move_to_end", "pop", "popitem", "popleft", "remove", "reverse", "rotate", "setdefault"),
@@ -41,6 +52,8 @@ class Code(NamedTuple):
     called: tuple[str, ...]
     """Those of them that it only calls as methods: ``step`` in ``optimizer.step()``."""
     stores_items: bool
+    reads_any: bool
+    """Whether it may read attributes whose names are not in it."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -52,14 +65,14 @@ def code_facts(code: types.CodeType) -> Code:
     mentioned: dict[str, None] = {}
     called: dict[str, None] = {}
     stores_items, before = False, ""
-    for instruction in dis.get_instructions(code):
+    instructions = list(dis.get_instructions(code))
+    reads_any = _reads_any(instructions)
+    for instruction in instructions:
         kind = instruction.opname
         if kind == "LOAD_METHOD" or (kind == "LOAD_ATTR" and _is_method(instruction)):
             called[instruction.argval] = None
         elif instruction.opcode in dis.hasname:
             mentioned[instruction.argval] = None
-        if kind == "MATCH_CLASS":
-            mentioned["__match_args__"] = None
         if kind == "IMPORT_NAME":
             imported |= dict.fromkeys((instruction.argval, instruction.argval.split(".")[0]))
         elif kind.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GL")):
@@ -84,16 +97,57 @@ def code_facts(code: types.CodeType) -> Code:
             mentioned |= dict.fromkeys(name for name in inner.mentioned if name not in inner.called)
             called |= dict.fromkeys(inner.called)
             stores_items |= inner.stores_items
+            reads_any |= inner.reads_any
         elif isinstance(constant, str):  # getattr(x, "name")
             mentioned[constant] = None
+            reads_any |= _FORMAT.search(constant) is not None
     only_called = tuple(name for name in called if name not in mentioned)
     facts = tuple(read), tuple(imported), tuple(names), tuple(attributes)
-    return Code(*facts, (*mentioned, *only_called), only_called, stores_items)
+    return Code(*facts, (*mentioned, *only_called), only_called, stores_items, reads_any)
+
+
+def _reads_any(instructions: Sequence[dis.Instruction]) -> bool:
+    kinds = [x for x in instructions if x.opname not in ("CACHE", "PRECALL")]
+    for place, each in enumerate(kinds):
+        if each.opname == "MATCH_CLASS" or (
+            each.opcode in dis.hasname
+            and each.argval in _READING_ANY
+            and not (each.argval in _ASKING and _is_constant(kinds[place + 1 :]))
+        ):
+            return True
+    return False
+
+
+def _is_constant(arguments: Sequence[dis.Instruction]) -> bool:
+    """Whether the second argument of a call is a text: ``getattr(self.model, "rate", None)``."""
+    pushed: list[Any] = []
+    for each in arguments:
+        if each.opname == "CALL":
+            return each.arg == len(pushed) in (2, 3) and isinstance(pushed[1], str)
+        if each.opname == "LOAD_ATTR" and not _is_method(each):
+            pushed[-1:] = [None]
+        elif each.opname in ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_CONST"):
+            pushed.append(each.argval if each.opname == "LOAD_CONST" else None)
+        else:
+            return False
+    return False
 
 
 def _is_method(load: dis.Instruction) -> bool:
     """Whether ``LOAD_ATTR`` loads a method to call it: Python 3.11 has ``LOAD_METHOD`` for that."""
     return sys.version_info >= (3, 12) and bool((load.arg or 0) & 1)
+
+
+def is_reader(value: Any) -> bool:
+    """Whether a module, or a function that has any name in the code, reads attributes whose names
+    are not in the code.
+    """
+    if isinstance(value, types.ModuleType):
+        return value.__name__ in _READERS
+    if isinstance(value, types.BuiltinFunctionType):
+        return value.__name__ in _READING_ANY
+    is_function = isinstance(value, types.FunctionType)
+    return isinstance(value, attrgetter) or (is_function and value.__module__ in _READERS)
 
 
 class Stores:

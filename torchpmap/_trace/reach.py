@@ -13,7 +13,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, Generic, NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ from torchpmap._base.contents import ArrayContents
 from torchpmap._base.pytree import registration
 from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import torch_function_off
-from torchpmap._trace.code import Stores, code_facts
+from torchpmap._trace.code import Stores, code_facts, is_reader
 from torchpmap._trace.watched import (
     Place,
     Watched,
@@ -47,13 +47,6 @@ _NO_CODE = _AT_CREATION | {"__module__", "__dict__", "__doc__", "__weakref__", "
 _OF_MODULES = set(vars(torch.nn.Module()))
 _OPEN = (object, abc.ABC, Generic, Protocol, torch.nn.Module)
 """Foreign classes whose own code reads no attributes of a user's."""
-_READING_ANY = {
-    *("getattr", "hasattr", "setattr", "delattr", "vars", "dir", "eval", "exec", "attrgetter"),
-    *("copy", "deepcopy", "asdict", "astuple", "replace", "fields", "getmembers"),
-    *("format", "format_map", "dump", "dumps", "__dict__", "__getattribute__", "__getstate__"),
-    *("__reduce__", "__reduce_ex__", "__match_args__"),
-}
-"""Names in code that may read attributes whose names are not in it."""
 _ASKING = {"hasattr", "getattr", "AttributeError", "Exception"}
 """Names in code that may ask a module for what it lacks."""
 _SCALING = {"_enabled", "_growth_factor", "_backoff_factor", "_growth_interval"}
@@ -100,6 +93,8 @@ class Walk:
         """What the code that was met mentions."""
         self._read: set[str] = set()
         """Those of them that it does not only call as methods."""
+        self._reads_any = False
+        """Whether it may read attributes of instances whose names it does not mention."""
         self._seen: dict[int, Any] = {id(_MISSING): _MISSING}
         """By id; kept, so that no other value gets the id."""
         self._queue: deque[tuple[Any, str]] = deque()
@@ -137,10 +132,9 @@ class Walk:
 
     def _mentioned(self) -> None:
         """Watch the attributes that the code met so far mentions."""
-        is_any = not _READING_ANY.isdisjoint(self.names)
         for table, implied, done, origin, is_instance in self._owners:
             for name, value in list(table.items()):
-                is_read = name in self._read or name in implied or (is_instance and is_any)
+                is_read = name in self._read or name in implied or (is_instance and self._reads_any)
                 is_called = name in self.names and not (is_instance and isinstance(value, SIMPLE))
                 if name not in done and (is_read or is_called):
                     done.add(name)
@@ -202,9 +196,7 @@ class Walk:
                 self._add(item, origin)
 
     def _follow(self, value: Any, origin: str) -> None:
-        if isinstance(value, types.FunctionType | types.BuiltinFunctionType | attrgetter):
-            name = getattr(value, "__name__", "attrgetter")  # that the code has another name for
-            self.names |= _READING_ANY & {name}
+        self._reads_any |= is_reader(value)
         if isinstance(value, types.FunctionType):
             if not is_foreign(value.__module__) or not is_foreign(_module_of(value)):
                 self._function(value, origin)
@@ -327,6 +319,7 @@ class Walk:
         names = set(facts.mentioned)
         self.names |= names
         self._read |= names.difference(facts.called)
+        self._reads_any |= facts.reads_any
         self.stores.add(code)
         self._owners.append(_Owner(vars(function), {"__wrapped__", "registry"}, set(), origin))
         if is_foreign(_module_of(function)):  # a wrapper of torch's around a user's function
@@ -347,6 +340,7 @@ class Walk:
 
     def _attributes(self, module: Any, names: set[str], origin: str) -> None:
         """Watch the attributes of a module that are in ``names``."""
+        self._reads_any |= is_reader(module)
         if not isinstance(module, types.ModuleType) or is_foreign(module.__name__):
             return
         self._seen[id(module)] = module
