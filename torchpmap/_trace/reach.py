@@ -44,7 +44,7 @@ _IMPLIED = {"forward", "backward", "setup_context", "vmap", "jvp"}
 """Methods that torch calls, so the user's code may not mention them."""
 _AT_CREATION = {"__init__", "__new__", "__post_init__"}
 _NO_CODE = _AT_CREATION | {"__module__", "__dict__", "__doc__", "__weakref__", "__slots__"}
-_OF_MODULES = set(vars(torch.nn.Module()))
+_OF_MODULES = vars(torch.nn.Module()).keys() - {"training"}
 _OPEN = (object, abc.ABC, Generic, Protocol, torch.nn.Module)
 """Foreign classes whose own code reads no attributes of a user's."""
 _ASKING = {"hasattr", "getattr", "AttributeError", "Exception"}
@@ -133,10 +133,11 @@ class Walk:
     def _mentioned(self) -> None:
         """Watch the attributes that the code met so far mentions."""
         for table, implied, done, origin, is_instance in self._owners:
-            for name, value in list(table.items()):
+            for name in [name for name in list(table) if name not in done]:
                 is_read = name in self._read or name in implied or (is_instance and self._reads_any)
-                is_called = name in self.names and not (is_instance and isinstance(value, SIMPLE))
-                if name not in done and (is_read or is_called):
+                if not is_read and name in self.names:
+                    is_read = not (is_instance and isinstance(table.get(name), SIMPLE))
+                if is_read:
                     done.add(name)
                     self._watch_attribute(table, name, origin)
 
@@ -363,7 +364,7 @@ class Walk:
         self.watched.add_dict(module, state, origin)
         self.watched.add_size(state, Place(origin, "attribute"))
         implied = {"training"} if is_open(type(module)) else {"training", *state}
-        self._owners.append(_Owner(state, implied, _OF_MODULES - {"training"}, origin, True))
+        self._owners.append(_Owner(state, implied, set(_OF_MODULES), origin, True))
         for name in _TABLES:
             table = state.get(name)  # missing before Module.__init__
             if table:
