@@ -69,7 +69,10 @@ def report(seed: str, program: Program, failure: Failure, options: argparse.Name
 
     def fails(candidate: Program) -> bool:
         faulthandler.dump_traceback_later(HANG_S * SCALE, exit=True)
-        again = trial(candidate, failure.mode)
+        try:
+            again = trial(candidate, failure.mode)
+        except NameError:  # of the reference: a step that another one needs is gone
+            return False
         return again is not None and again.kind == failure.kind
 
     print(f"\n{'=' * 80}\nseed {seed}, mode {failure.mode}: {failure.kind}\n", flush=True)
