@@ -7,7 +7,7 @@ import torch
 from _fuzz_draft import Collectives, Draft, is_of_kind
 from _fuzz_models import Grid, Rows, count, cut, spread
 from _fuzz_operations import ASSOCIATIVE, WRITES
-from _fuzz_programs import Blocks, Body, Local, Loop, Spec, bodies, used
+from _fuzz_programs import Blocks, Body, Derivative, Local, Loop, Map, Spec, bodies, used
 
 KINDS = (
     *("scan", "scan", "scan", "map", "fori_loop", "while_loop"),
@@ -52,10 +52,14 @@ class Loops(Collectives):
             inner.reach, inner.place, inner.is_divided = frozenset(), "lane", True
         params = self.bind(inner, args, rows)
         self.row(inner, most=3)
+        # what transforms return may share memory with what they take, which the reference copies
+        may_share = any(isinstance(step, Map | Derivative) for step in inner.steps)
         for param in params:
             fits = [code for kind, code in WRITES if is_of_kind(kind, inner.env[param][0])]
             if fits and inner.env[param][0].numel() and self._rng.random() < 0.2:
-                self.add(inner, Local((), self._rng.choice(fits), (param,)))
+                write = Local((), self._rng.choice(fits), (param,))
+                if not may_share:
+                    self.add(inner, write)
         return inner, params
 
     def _like(self, inner: Draft, wanted: torch.Tensor) -> str | None:
