@@ -12,6 +12,7 @@ the"""
 
 import itertools
 import math
+import re
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,8 @@ from _fuzz_programs import (
 )
 from _fuzz_source import MADE, MODULES, value
 
+_DRAWN = re.compile("rand|bernoulli|dropout|normal_|uniform_")
+"""Code that draws random numbers, which differ from row to row unless their range has but one."""
 SHARING = ("psum", "pmean", "pmax", "pmin", "all_gather", "pbroadcast")
 """Collectives whose results are the same along the axes."""
 LOOPS = {
@@ -160,7 +163,8 @@ class Reference:
     def _local(self, step: Local, env: Env, grid: Grid) -> list[Rows]:
         code = (step.code if step.model is None else step.model).format(*step.args)
         args = [spread(env[name], grid) for name in step.args]
-        self._vary(step.outs, [self.varying(step.args)] * len(step.outs))
+        own = frozenset(range(len(grid))) if _DRAWN.search(code) else frozenset[int]()
+        self._vary(step.outs, [self.varying(step.args) | own] * len(step.outs))
         names = {**self._module, **self.statics}
         rows = [
             {**names, **{n: rows[row] for n, rows in zip(step.args, args, strict=True)}}
