@@ -22,7 +22,7 @@ import torch
 from torchpmap._base.contents import ArrayContents
 from torchpmap._base.pytree import registration
 from torchpmap._base.sources import is_extension, is_foreign
-from torchpmap._base.torch_internals import torch_function_off
+from torchpmap._base.torch_internals import HOOKS_OF_ALL_MODULES, hooks_of, torch_function_off
 from torchpmap._trace.code import Stores, code_facts, is_reader
 from torchpmap._trace.watched import (
     MISSING,
@@ -60,7 +60,6 @@ _SCALING = {"_enabled", "_growth_factor", "_backoff_factor", "_growth_interval"}
 """Settings of a ``GradScaler`` that its own code reads."""
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", *_MODULE_HOOKS)
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -398,6 +397,9 @@ class Walk:
 
     def _module(self, module: torch.nn.Module, origin: str) -> None:
         state = vars(module)
+        for hooks in HOOKS_OF_ALL_MODULES:
+            self._add(hooks, "a hook of all modules")
+            self.stores.has_hooks |= bool(hooks)
         self.watched.add_dict(module, state, origin)
         self.watched.add_size(state, Place(origin, "attribute"))
         implied = {"training"} if is_open(type(module)) else {"training", *state}
@@ -417,10 +419,9 @@ class Walk:
         if table:
             self._owners.append(_Owner(table, set(), set(), origin))
         with torch_function_off():  # one of another trace would raise
-            tables = [getattr(tensor, name) for name in _TENSOR_HOOKS]
-        for name, hooks in zip(_TENSOR_HOOKS, tables, strict=True):
-            if hooks:
-                self._entries(hooks, Place(origin, "attribute", name))
+            tables = hooks_of(tensor)
+        for hooks in filter(None, tables):
+            self._entries(hooks, Place(origin, "attribute"))
 
 
 def is_open(kind: type) -> bool:
