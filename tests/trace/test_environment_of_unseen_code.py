@@ -4,6 +4,7 @@ import collections
 import enum
 import operator
 import threading
+import typing
 import weakref
 
 import numpy as np
@@ -38,6 +39,13 @@ class Act(enum.IntEnum):
 class OfScale:
     def __init__(self, owner):
         self.value = owner.scale
+
+
+class Generic(OfScale, typing.Generic[typing.TypeVar("T")]):
+    pass
+
+
+ALIAS = Generic[int]
 
 
 class New:
@@ -240,6 +248,7 @@ OF_FACTOR, WITH_PROPERTY = OfFactor(), WithProperty()
         of(Owner, lambda owner, name="sca": get_attribute(owner, name + "le")),
         of(Owner, lambda owner: OfScale(owner).value),
         of(Owner, lambda owner: New(owner).value),
+        of(Owner, lambda owner: ALIAS(owner).value),
         of(Partly, lambda module: len(list(module.parameters()))),
         of(Partly, lambda module: module.state_dict()["_extra_state"]),
         of(Slotted, lambda module: module()),

@@ -40,7 +40,10 @@ from torchpmap._trace.watched import (
 )
 
 MAX_FOLLOWED = 20_000
-_HOLDERS = ("types", "argparse", "collections", "functools", "torch.optim", "torch.distributions")
+_HOLDERS = (
+    *("types", "typing", "argparse", "collections", "functools"),
+    *("torch.optim", "torch.distributions"),
+)
 """Foreign modules whose instances hold nothing but a user's values."""
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, frozenset, deque)
 SIMPLE = bool | int | float | complex | str | bytes | None
