@@ -13,9 +13,14 @@ import torch
 import torch.utils._pytree as pytree
 from _outside import noticed, watched
 
+from torchpmap._trace.environment import Environment
+
 FACTOR = 1
 getter = operator.attrgetter
 get_attribute = object.__getattribute__
+
+
+TEMPLATE = "{0.scale}"
 
 
 class Owner:
@@ -248,6 +253,7 @@ OF_FACTOR, WITH_PROPERTY = OfFactor(), WithProperty()
         of(Owner, lambda owner, name="sca": get_attribute(owner, name + "le")),
         of(Owner, lambda owner: OfScale(owner).value),
         of(Owner, lambda owner: New(owner).value),
+        of(Owner, lambda owner: TEMPLATE.format(owner)),
         of(Owner, lambda owner: ALIAS(owner).value),
         of(Partly, lambda module: len(list(module.parameters()))),
         of(Partly, lambda module: module.state_dict()["_extra_state"]),
@@ -268,6 +274,15 @@ def test_it_is_watched(case, monkeypatch):
     before, environment = fun(), watched(fun)
     change()
     assert fun() != before
+    assert environment.changed()
+
+
+def test_a_class_that_is_given():
+    owner, instance = Owner(), OfScale(Owner())
+    environment = Environment(lambda kind: (instance, kind(owner)), (OfScale,))
+    environment.refresh()
+    assert not environment.changed()
+    owner.scale = 2
     assert environment.changed()
 
 

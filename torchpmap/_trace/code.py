@@ -19,7 +19,10 @@ _STORES_ITEM = {"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"}
 _ANY_NAME = {"exec", "globals"}
 _ANY_ATTRIBUTE = {"setattr", "delattr", "__setattr__", "__dict__", "vars"}
 _ASKING = {"getattr", "hasattr"}
-_READING_ANY = _ASKING | {
+_FORMATTING = {"format", "format_map"}
+_READING_ANY = {
+    *_ASKING,
+    *_FORMATTING,
     *("setattr", "delattr", "vars", "dir", "eval", "exec", "attrgetter", "__dict__"),
     *("__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__"),
 }
@@ -68,7 +71,8 @@ def code_facts(code: types.CodeType) -> Code:
     attributes: dict[str, None] = {}
     mentioned: dict[str, None] = {}
     unread: dict[str, None] = {}
-    stores_items, before, last = False, "", None
+    stores_items, before = False, ""
+    last: Any = None
     instructions = list(dis.get_instructions(code))
     reads_any = _reads_any(instructions)
     for instruction in instructions:
@@ -120,6 +124,8 @@ def _reads_any(instructions: Sequence[dis.Instruction]) -> bool:
             each.opcode in dis.hasname
             and each.argval in _READING_ANY
             and not (each.argval in _ASKING and _is_constant(kinds[place + 1 :]))
+            # a text in the code is looked at itself
+            and not (each.argval in _FORMATTING and kinds[place - 1].opname == "LOAD_CONST")
         ):
             return True
     return False
