@@ -2,6 +2,7 @@
 
 import collections
 import enum
+import functools
 import operator
 import threading
 import typing
@@ -105,6 +106,15 @@ class Blocks(torch.nn.Module):
         return self.a if self.scale == 1 else self.b
 
 
+class Multiplied(torch.nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x):
+        return x * self.blocks.scale
+
+
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(x):
@@ -191,7 +201,12 @@ def of_a_node():
 
 def of_a_default():
     table = collections.defaultdict(lambda: FACTOR)
-    return lambda: table["a"], lambda: (globals().update(FACTOR=2), table.clear())
+
+    def call():
+        table.clear()
+        return table["a"]
+
+    return call, lambda: globals().update(FACTOR=2)
 
 
 def of_compiled_code():
@@ -200,6 +215,18 @@ def of_compiled_code():
     kind = jax.tree_util.register_dataclass(type("Kind", (Owner,), {}), ["scale"], [])
     owner = kind()
     return lambda: jax.tree_util.tree_leaves(owner), scaled(owner)
+
+
+def of_a_mapped_partial():
+    owner = Owner()
+    mapped = torch.func.vmap(functools.partial(lambda owner, x: x * owner.scale, owner))
+    return lambda: mapped(torch.ones(1)).item(), scaled(owner)
+
+
+def of_a_mapped_container():
+    blocks = Blocks()
+    mapped = torch.func.vmap(torch.nn.Sequential(Multiplied(blocks)))
+    return lambda: mapped(torch.ones(1)).item(), scaled(blocks)
 
 
 def scaled(owner):
@@ -247,6 +274,7 @@ OF_FACTOR, WITH_PROPERTY = OfFactor(), WithProperty()
     [
         *(calls_a_value, of_a_proxy, of_a_bound_method, of_a_bound_wrapper, of_an_array),
         *(of_an_interface, of_a_node, of_a_default, of_compiled_code),
+        *(of_a_mapped_partial, of_a_mapped_container),
         of(Owner, lambda owner: call(owner)),
         of(Owner, lambda owner: owner.taken),
         of(Owner, lambda owner, name="sca": getter(name + "le")(owner)),
@@ -273,8 +301,9 @@ def test_it_is_watched(case, monkeypatch):
     fun, change = case()
     before, environment = fun(), watched(fun)
     change()
+    has_changed = environment.changed()
     assert fun() != before
-    assert environment.changed()
+    assert has_changed
 
 
 def test_a_class_that_is_given():

@@ -233,6 +233,10 @@ class Walk:
         elif isinstance(value, types.FunctionType):
             if not is_foreign(value.__module__) or not is_foreign(_module_of(value)):
                 self._function(value, origin)
+                return
+            for cell in value.__closure__ or ():  # torch.func.vmap(partial(loss, model)) is torch's
+                inside = in_cell(cell)
+                self._add(inside if callable(inside) else None, origin)
         elif isinstance(value, types.MethodType | staticmethod | classmethod):
             self._add(value.__func__, origin)
             self._add(getattr(value, "__self__", None), origin)
