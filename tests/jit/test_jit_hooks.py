@@ -4,6 +4,7 @@ import pytest
 import torch
 from _cases import Cases
 from torch import nn
+from torch.nn.modules import module as modules
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),
@@ -37,6 +38,16 @@ CHANGING = {
         lambda module, cotangents: (cotangents[0] * 2,)
     ),
 }
+OF_ALL = {
+    "forward_pre": lambda: modules.register_module_forward_pre_hook(lambda _, xs: (xs[0] * 2,)),
+    "forward": lambda: modules.register_module_forward_hook(lambda module, xs, y: y * 2),
+    "backward_pre": lambda: modules.register_module_full_backward_pre_hook(
+        lambda module, cotangents: (cotangents[0] * 2,)
+    ),
+    "backward": lambda: modules.register_module_full_backward_hook(
+        lambda module, given, cotangents: (None if given[0] is None else given[0] * 2,)
+    ),
+}
 
 
 def program(on):
@@ -68,7 +79,20 @@ def added_later(register):
     return run
 
 
-for maker, hooks in ((storing, STORING), (added_later, CHANGING)):
+def of_all_modules(register):
+    def run(on):
+        model, _, step = program(on)
+        first, second, last = on.rows(3)
+        found = [step(first)]
+        handle = register()
+        found.append(step(second))
+        handle.remove()
+        return [*found, step(last), *model.parameters()]
+
+    return run
+
+
+for maker, hooks in ((storing, STORING), (added_later, CHANGING), (of_all_modules, OF_ALL)):
     for name, register in hooks.items():
         run = maker(register)
         run.__name__ = f"{maker.__name__}-{name}"

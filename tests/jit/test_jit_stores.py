@@ -371,11 +371,13 @@ def sparse_gradients(on):
 
 @CASES.add(fullgraph=False)
 def lists_that_grow(on):
-    seen = []
-    f = on.jit(lambda x: seen.append(x.sum()))
+    seen, others = [], []
+    note = others.append
+    f, g = on.jit(lambda x: seen.append(x.sum())), on.jit(lambda x: note(x.sum()))
     for x in on.rows(3):
         f(x)
-    return seen
+        g(x)
+    return seen + others
 
 
 def leaks_of(on, transform):

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from types import CodeType, FrameType
 from typing import Any
 
@@ -55,6 +56,15 @@ def is_foreign(module: str | None) -> bool:
     if file is None:
         file = next(iter(getattr(found, "__path__", ())), None)  # of a folder without __init__
     return file is None or _is_foreign_file(file)
+
+
+def is_extension(module: str | None) -> bool:
+    """Whether a module that is not foreign is not written in Python: nothing tells what its code
+    reads.
+    """
+    found = sys.modules.get(module) if type(module) is str else None
+    file = getattr(found, "__file__", None) or ""
+    return file.endswith(tuple(EXTENSION_SUFFIXES)) and not is_foreign(module)
 
 
 @functools.lru_cache(1024)

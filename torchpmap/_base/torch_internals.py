@@ -334,6 +334,19 @@ no_torch_dispatch = torch._C._disabled_torch_dispatch_impl
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """``__torch_function__`` for a class that needs none; torch's default would convert results."""
 
+HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_backward_pre_hooks,
+    torch.nn.modules.module._global_backward_hooks,
+)
+
+
+def hooks_of(tensor: torch.Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Those that get its gradient, and those that run when that is in ``.grad``, by numbers."""
+    return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}
+
+
 torch_function_off = torch._C.DisableTorchFunction
 """A block in which no ``__torch_function__`` is called, neither of a class nor of a mode."""
 

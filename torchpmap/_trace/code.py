@@ -8,9 +8,9 @@ import re
 import sys
 import types
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
+from torchpmap._base.sources import is_extension
 from torchpmap._trace.watched import Place
 
 _STORES_NAME = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"}
@@ -19,13 +19,20 @@ _STORES_ITEM = {"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"}
 _ANY_NAME = {"exec", "globals"}
 _ANY_ATTRIBUTE = {"setattr", "delattr", "__setattr__", "__dict__", "vars"}
 _ASKING = {"getattr", "hasattr"}
-_READING_ANY = _ASKING | {
+_FORMATTING = {"format", "format_map"}
+_READING_ANY = {
+    *_ASKING,
+    *_FORMATTING,
     *("setattr", "delattr", "vars", "dir", "eval", "exec", "attrgetter", "__dict__"),
     *("__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__"),
 }
 _FORMAT = re.compile(r"\{\w*[.\[]\w")
 """A text for ``str.format`` that reads attributes."""
 _READERS = {"copy", "dataclasses", "inspect", "pickle"}
+_BUILT_IN = (
+    *(type, types.BuiltinFunctionType, types.MethodDescriptorType),
+    *(types.WrapperDescriptorType, types.MethodWrapperType),
+)
 _CHANGING = {
     *("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "fill", "insert"),
     *("move_to_end", "pop", "popitem", "popleft", "remove", "reverse", "rotate", "setdefault"),
@@ -49,8 +56,8 @@ class Code(NamedTuple):
     """That it stores to."""
     mentioned: tuple[str, ...]
     """What may be attributes among its names and texts."""
-    called: tuple[str, ...]
-    """Those of them that it only calls as methods: ``step`` in ``optimizer.step()``."""
+    unread: tuple[str, ...]
+    """Those of them that it only stores to or calls, as ``step`` in ``optimizer.step()``."""
     stores_items: bool
     reads_any: bool
     """Whether it may read attributes whose names are not in it."""
@@ -63,16 +70,20 @@ def code_facts(code: types.CodeType) -> Code:
     names: dict[str, None] = {}
     attributes: dict[str, None] = {}
     mentioned: dict[str, None] = {}
-    called: dict[str, None] = {}
+    unread: dict[str, None] = {}
     stores_items, before = False, ""
+    last: Any = None
     instructions = list(dis.get_instructions(code))
     reads_any = _reads_any(instructions)
     for instruction in instructions:
         kind = instruction.opname
-        if kind == "LOAD_METHOD" or (kind == "LOAD_ATTR" and _is_method(instruction)):
-            called[instruction.argval] = None
+        if kind in _STORES_ATTRIBUTE or _is_method(instruction):
+            unread[instruction.argval] = None
         elif instruction.opcode in dis.hasname:
             mentioned[instruction.argval] = None
+        if kind == "MATCH_CLASS":
+            mentioned |= dict.fromkeys(last)
+        last = instruction.argval
         if kind == "IMPORT_NAME":
             imported |= dict.fromkeys((instruction.argval, instruction.argval.split(".")[0]))
         elif kind.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GL")):
@@ -94,16 +105,16 @@ def code_facts(code: types.CodeType) -> Code:
             imported |= dict.fromkeys(inner.modules)
             names |= dict.fromkeys(inner.names)
             attributes |= dict.fromkeys(inner.attributes)
-            mentioned |= dict.fromkeys(name for name in inner.mentioned if name not in inner.called)
-            called |= dict.fromkeys(inner.called)
+            mentioned |= dict.fromkeys(name for name in inner.mentioned if name not in inner.unread)
+            unread |= dict.fromkeys(inner.unread)
             stores_items |= inner.stores_items
             reads_any |= inner.reads_any
-        elif isinstance(constant, str):  # getattr(x, "name")
-            mentioned[constant] = None
+        elif isinstance(constant, str):  # getattr(x, "name"), attrgetter("name.other")
+            mentioned |= dict.fromkeys(constant.split("."))
             reads_any |= _FORMAT.search(constant) is not None
-    only_called = tuple(name for name in called if name not in mentioned)
+    unread_only = tuple(name for name in unread if name not in mentioned)
     facts = tuple(read), tuple(imported), tuple(names), tuple(attributes)
-    return Code(*facts, (*mentioned, *only_called), only_called, stores_items, reads_any)
+    return Code(*facts, (*mentioned, *unread_only), unread_only, stores_items, reads_any)
 
 
 def _reads_any(instructions: Sequence[dis.Instruction]) -> bool:
@@ -113,6 +124,8 @@ def _reads_any(instructions: Sequence[dis.Instruction]) -> bool:
             each.opcode in dis.hasname
             and each.argval in _READING_ANY
             and not (each.argval in _ASKING and _is_constant(kinds[place + 1 :]))
+            # a text in the code is looked at itself
+            and not (each.argval in _FORMATTING and kinds[place - 1].opname == "LOAD_CONST")
         ):
             return True
     return False
@@ -134,8 +147,9 @@ def _is_constant(arguments: Sequence[dis.Instruction]) -> bool:
 
 
 def _is_method(load: dis.Instruction) -> bool:
-    """Whether ``LOAD_ATTR`` loads a method to call it: Python 3.11 has ``LOAD_METHOD`` for that."""
-    return sys.version_info >= (3, 12) and bool((load.arg or 0) & 1)
+    """Whether a method is loaded to call it: Python 3.11 has ``LOAD_METHOD`` for that."""
+    is_flag = sys.version_info >= (3, 12) and load.opname == "LOAD_ATTR"
+    return load.opname == "LOAD_METHOD" or (is_flag and bool((load.arg or 0) & 1))
 
 
 def is_reader(value: Any) -> bool:
@@ -144,10 +158,18 @@ def is_reader(value: Any) -> bool:
     """
     if isinstance(value, types.ModuleType):
         return value.__name__ in _READERS
-    if isinstance(value, types.BuiltinFunctionType):
-        return value.__name__ in _READING_ANY
-    is_function = isinstance(value, types.FunctionType)
-    return isinstance(value, attrgetter) or (is_function and value.__module__ in _READERS)
+    if isinstance(value, types.FunctionType):
+        return value.__module__ in _READERS
+    if isinstance(value, _BUILT_IN) and value.__name__ in _READING_ANY:
+        return True
+    return is_extension(value.__module__ if isinstance(value, type) else _module_of(value))
+
+
+def _module_of(value: Any) -> Any:
+    try:
+        return object.__getattribute__(value, "__module__")
+    except AttributeError:
+        return None
 
 
 class Stores:

@@ -17,6 +17,7 @@ import torch
 from torchpmap._base.pytree import map_tensors, tree_leaves
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
+    hooks_of,
     is_wrapped,
     outside_modes,
     outside_transforms,
@@ -80,7 +81,7 @@ class Leaves:
                 waiting += [source for source, _ in node.next_functions]
                 leaf = getattr(node, "variable", None)
                 real = None if leaf is None else self._real.get(id(leaf))
-                if real is not None and (real._backward_hooks or real._post_accumulate_grad_hooks):
+                if real is not None and any(hooks_of(real)):
                     raise _refused("calls hooks of a parameter that were registered outside of it")
                 if leaf is not None and is_real(leaf) and not is_wrapped(leaf):
                     raise _refused("goes through a tensor that was computed outside of it")

@@ -12,38 +12,48 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping
-from operator import itemgetter
-from typing import Any, Generic, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping
+from operator import attrgetter, itemgetter, methodcaller
+from typing import Any, Generic, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
 
 from torchpmap._base.contents import ArrayContents
 from torchpmap._base.pytree import registration
-from torchpmap._base.sources import is_foreign
-from torchpmap._base.torch_internals import torch_function_off
+from torchpmap._base.sources import is_extension, is_foreign
+from torchpmap._base.torch_internals import HOOKS_OF_ALL_MODULES, hooks_of, torch_function_off
 from torchpmap._trace.code import Stores, code_facts, is_reader
 from torchpmap._trace.watched import (
+    MISSING,
     Place,
     Watched,
-    all_same,
+    behind_proxy,
     cell_contents,
     code_of,
+    holds_bytes,
+    holds_items,
+    in_cell,
+    in_slot,
     mro_of,
     num_registered,
 )
 
 MAX_FOLLOWED = 20_000
-_MISSING = object()
-_HOLDERS = ("types", "argparse", "collections", "functools", "torch.optim", "torch.distributions")
+_HOLDERS = (
+    *("types", "typing", "argparse", "collections", "functools"),
+    *("torch.optim", "torch.distributions"),
+)
 """Foreign modules whose instances hold nothing but a user's values."""
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, frozenset, deque)
 SIMPLE = bool | int | float | complex | str | bytes | None
-_IMPLIED = {"forward", "backward", "setup_context", "vmap", "jvp"}
-"""Methods that torch calls, so the user's code may not mention them."""
+_NO_CALL = set(get_args(SIMPLE))
+"""Types of what cannot be called, as an ``IntEnum`` can."""
 _AT_CREATION = {"__init__", "__new__", "__post_init__"}
-_NO_CODE = _AT_CREATION | {"__module__", "__dict__", "__doc__", "__weakref__", "__slots__"}
+"""Methods that run when code calls a class; what they only store to is the new instance."""
+_NO_CODE = {"__module__", "__dict__", "__doc__", "__weakref__", "__slots__"}
+_OWN_CLASS = {"type", "__class__"}
+"""Names in code that may call the class of an instance."""
 _OF_MODULES = vars(torch.nn.Module()).keys() - {"training"}
 _OPEN = (object, abc.ABC, Generic, Protocol, torch.nn.Module)
 """Foreign classes whose own code reads no attributes of a user's."""
@@ -53,7 +63,6 @@ _SCALING = {"_enabled", "_growth_factor", "_backoff_factor", "_growth_interval"}
 """Settings of a ``GradScaler`` that its own code reads."""
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", *_MODULE_HOOKS)
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -92,10 +101,14 @@ class Walk:
         self.names: set[str] = set()
         """What the code that was met mentions."""
         self._read: set[str] = set()
-        """Those of them that it does not only call as methods."""
+        """Those of them that it does not only call as methods, or store to in a new instance."""
         self._reads_any = False
         """Whether it may read attributes of instances whose names it does not mention."""
-        self._seen: dict[int, Any] = {id(_MISSING): _MISSING}
+        self._kinds: dict[int, tuple[type, str]] = {}
+        """By id: classes of instances, with their origins."""
+        self._called: set[int] = set()
+        """Ids of classes that code may call."""
+        self._seen: dict[int, Any] = {id(MISSING): MISSING}
         """By id; kept, so that no other value gets the id."""
         self._queue: deque[tuple[Any, str]] = deque()
         self._owners: list[_Owner] = []
@@ -107,7 +120,7 @@ class Walk:
             self.watched, self.tensors, self.origins = Watched(), [], []
             for value in given:
                 self._run(value, "a static argument")
-        self._called()
+        self._never_called()
         self.watched.seal()
 
     def objects(self) -> list[Any]:
@@ -116,6 +129,7 @@ class Walk:
 
     def _run(self, value: Any, origin: str) -> None:
         self._add(value, origin)
+        self._mentioned()  # a class that was met as that of an instance is one that code may call
         num_followed = 0
         while self._queue:
             while self._queue:
@@ -132,16 +146,18 @@ class Walk:
 
     def _mentioned(self) -> None:
         """Watch the attributes that the code met so far mentions."""
+        for kind, origin in () if _OWN_CLASS.isdisjoint(self.names) else self._kinds.values():
+            self._call(kind, origin)
         for table, implied, done, origin, is_instance in self._owners:
             for name in [name for name in list(table) if name not in done]:
                 is_read = name in self._read or name in implied or (is_instance and self._reads_any)
                 if not is_read and name in self.names:
-                    is_read = not (is_instance and isinstance(table.get(name), SIMPLE))
+                    is_read = not (is_instance and type(table.get(name)) in _NO_CALL)
                 if is_read:
                     done.add(name)
                     self._watch_attribute(table, name, origin)
 
-    def _called(self) -> None:
+    def _never_called(self) -> None:
         """Watch that what has the name of a method in the code, such as a number of steps beside
         ``optimizer.step()``, stays what cannot be called.
         """
@@ -151,6 +167,19 @@ class Walk:
                 self.watched.add_read(is_simple, Place(origin, "attribute", name))
 
     def _add(self, value: Any, origin: str) -> None:
+        if isinstance(value, type):
+            self._call(value, origin)
+        self._meet(value, origin)
+
+    def _call(self, cls: type, origin: str) -> None:
+        """Follow what runs when code calls a class."""
+        for base in _users(cls):
+            if id(base) not in self._called:
+                self._called.add(id(base))
+                table = vars(base)
+                self._owners.append(_Owner(table, _AT_CREATION, {*table} - _AT_CREATION, origin))
+
+    def _meet(self, value: Any, origin: str) -> None:
         if not isinstance(value, SIMPLE) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._queue.append((value, origin))
@@ -187,7 +216,7 @@ class Walk:
             return
         if is_open(type(value)):
             self.watched.add_attributes(value, table, origin, values=False)
-            self._owners.append(_Owner(table, set(), set(), origin, True))
+            self._owners.append(_Owner(table, _implied(table), set(), origin, True))
         elif id(table) in self._owners_of_stored:
             self.watched.add_dict(value, table, origin)
             self._entries(table, Place(origin, "attribute"))
@@ -197,21 +226,31 @@ class Walk:
                 self._add(item, origin)
 
     def _follow(self, value: Any, origin: str) -> None:
+        self._kind(value, origin)
         self._reads_any |= is_reader(value)
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, weakref.ProxyTypes):
+            self._watch(functools.partial(behind_proxy, value), Place(origin))
+        elif isinstance(value, types.FunctionType):
             if not is_foreign(value.__module__) or not is_foreign(_module_of(value)):
                 self._function(value, origin)
+                return
+            for cell in value.__closure__ or ():  # torch.func.vmap(partial(loss, model)) is torch's
+                inside = in_cell(cell)
+                self._add(inside if callable(inside) else None, origin)
         elif isinstance(value, types.MethodType | staticmethod | classmethod):
             self._add(value.__func__, origin)
             self._add(getattr(value, "__self__", None), origin)
+            self.names |= {"__class__"} if isinstance(value, classmethod) else set()
+        elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+            if not isinstance(value.__self__, types.ModuleType):
+                self._add(value.__self__, origin)
+        elif isinstance(value, attrgetter | methodcaller):
+            names = _names_in(value)
+            self.names |= names
+            self._read |= names
         elif isinstance(value, property):
             for part in (value.fget, value.fset):
                 self._add(part, origin)
-        elif isinstance(value, functools.partial):
-            for name in ("func", "args", "keywords"):  # __setstate__ assigns them
-                read = functools.partial(getattr, value, name)
-                self._watch(read, Place(origin, "attribute", name))
-            self._instance(value, origin)
         elif isinstance(value, torch.nn.Module):
             self._module(value, origin)
         elif isinstance(value, type):
@@ -223,17 +262,18 @@ class Walk:
         elif isinstance(value, self._by_name):
             self._owners.append(_Owner(vars(value), {*_SCALING, *STEP_HOOKS}, set(), origin))
         elif isinstance(value, np.ndarray):
+            self._attributes_of(value, origin)
             self.watched.add_read(ArrayContents(value).same, Place(origin))
             for item in value.ravel().tolist() if value.dtype == object else ():
                 self._add(item, origin)
         elif isinstance(value, bytearray | array.array | memoryview):
-            same = functools.partial(_same_bytes, value, bytes(value))
+            same = functools.partial(holds_bytes, value, bytes(value))
             self.watched.add_read(same, Place(origin))
         elif isinstance(value, weakref.ReferenceType):
             self._watch(value, Place(origin))
         elif isinstance(value, contextvars.ContextVar):
             if (id(value), value.name) not in self._stored:
-                self._watch(functools.partial(value.get, _MISSING), Place(origin))
+                self._watch(functools.partial(value.get, MISSING), Place(origin))
         elif isinstance(value, threading.local):
             self._watch(functools.partial(getattr, value, "__dict__"), Place(origin))
         else:
@@ -259,45 +299,43 @@ class Walk:
             self._view(value, Place(origin))
         elif kind is not None:
             items = tuple(kind.__iter__(value))
-            same = functools.partial(_same_items, kind, value, items)
+            same = functools.partial(holds_items, kind, value, items)
             self.watched.add_read(same, Place(origin))
             for item in items:
                 self._add(item, origin)
         if is_holder(type(value)):
-            self._instance(value, origin)
+            self._attributes_of(value, origin)
         else:
             wrapped = inspect.getattr_static(value, "__wrapped__", None)
             self._add(value.__wrapped__ if isinstance(wrapped, property) else wrapped, origin)
 
-    def _instance(self, value: Any, origin: str) -> None:
-        self._attributes_of(value, origin)
-        for cls in type(value).__mro__:
-            for name, member in vars(cls).items():
-                if isinstance(member, types.MemberDescriptorType) and not is_foreign(
-                    cls.__module__
-                ):
-                    read = functools.partial(_slot, member, value)
-                    if (id(value), name) not in self._stored:
-                        self._watch(read, Place(origin, "attribute", name))
-        self._kind(value, origin)
-
     def _kind(self, value: Any, origin: str) -> None:
-        """Watch the class of an instance, which may be assigned."""
-        if not is_foreign(type(value).__module__):
+        """Watch the class of an instance, which may be assigned, and what is in its slots."""
+        kind = type(value)
+        if not is_foreign(kind.__module__) or isinstance(value, torch.nn.Module):
             self.watched.add(type, value, Place(origin, "attribute", "__class__"))
-        self._add(type(value), origin)
+            self._kinds[id(kind)] = kind, origin
+            self._meet(kind, origin)
+        for name, member in slots_of(value):
+            if (id(value), name) not in self._stored:
+                read = functools.partial(in_slot, member, value)
+                self._watch(read, Place(origin, "attribute", name))
 
     def _class(self, cls: type, origin: str) -> None:
-        users = [base for base in cls.__mro__ if not is_foreign(base.__module__)]
+        known = registration(cls)
+        if known is not None:
+            self._add(known.flatten_fn, origin)
+            self._add(known.unflatten_fn, origin)
+        users = _users(cls)
         if users:
             self.watched.add(mro_of, cls, Place(origin, "attribute", "__bases__"))
-            self._kind(cls, origin)
             if isinstance(cls, abc.ABCMeta):
                 self.watched.add(num_registered, cls, Place(origin, "attribute", "register"))
+        # what a foreign class has a method for, its own code may call
+        foreign = {name for base in cls.__mro__ if base not in users for name in vars(base)}
         for base in users:
             table = vars(base)
-            implied = {name for name in table if name.startswith("__")} - _NO_CODE
-            implied |= _IMPLIED
+            implied = (_implied(table) | foreign) - _AT_CREATION - _NO_CODE
             implied.update(name for name, value in table.items() if isinstance(value, _DATA))
             self.watched.add_size(table, Place(origin, "attribute"))
             self._owners.append(_Owner(table, implied, set(), origin))
@@ -310,16 +348,21 @@ class Walk:
             place = Place(repr(name) if is_outermost else origin, "name", name)
             if (id(cell), "cell_contents") in self._stored:
                 continue
+            add = self._meet if name == "__class__" else self._add  # of super()
             try:
-                self._add(self.watched.add(cell_contents, cell, place), place.origin)
+                add(self.watched.add(cell_contents, cell, place), place.origin)
             except ValueError:  # not assigned yet
-                self._watch(functools.partial(_cell, cell), place)
+                self._watch(functools.partial(in_cell, cell), place)
         self._add(defaults, origin)
         self._add(keywords, origin)
         facts = code_facts(code)
         names = set(facts.mentioned)
+        if code.co_name in _AT_CREATION:
+            names -= _AT_CREATION  # of its bases, which are followed
+        else:
+            self._read.update(facts.attributes)
         self.names |= names
-        self._read |= names.difference(facts.called)
+        self._read |= names.difference(facts.unread)
         self._reads_any |= facts.reads_any
         self.stores.add(code)
         self._owners.append(_Owner(vars(function), {"__wrapped__", "registry"}, set(), origin))
@@ -333,7 +376,7 @@ class Walk:
         for name in filter(str.isidentifier, facts.globals):
             value = known.get(name)
             place = Place(repr(name) if is_outermost else origin, "name", name)
-            if isinstance(value, types.ModuleType) or _is_foreign_class(value):
+            if isinstance(value, types.ModuleType):
                 self.watched.add_name(known, name, place)
                 self._attributes(value, names, origin)
             else:
@@ -352,7 +395,7 @@ class Walk:
         may_lack = hook is not None or not _ASKING.isdisjoint(names)
         for name in sorted(name for name in names if may_lack or name in table):
             value = table.get(name)
-            if isinstance(value, types.ModuleType) or _is_foreign_class(value):
+            if isinstance(value, types.ModuleType):
                 self.watched.add_name(table, name, Place(origin, "attribute", name))
                 if id(value) not in self._seen:
                     self._attributes(value, names, origin)
@@ -361,6 +404,9 @@ class Walk:
 
     def _module(self, module: torch.nn.Module, origin: str) -> None:
         state = vars(module)
+        for hooks in HOOKS_OF_ALL_MODULES:
+            self._add(hooks, "a hook of all modules")
+            self.stores.has_hooks |= bool(hooks)
         self.watched.add_dict(module, state, origin)
         self.watched.add_size(state, Place(origin, "attribute"))
         implied = {"training"} if is_open(type(module)) else {"training", *state}
@@ -372,8 +418,6 @@ class Walk:
                 self.stores.has_hooks |= name in _MODULE_HOOKS
             elif table is not None:
                 self.watched.add_size(table, Place(origin, "attribute"))
-        self.watched.add(type, module, Place(origin, "attribute", "__class__"))
-        self._add(type(module), origin)
 
     def _tensor(self, tensor: torch.Tensor, origin: str) -> None:
         self.tensors.append(tensor)
@@ -382,22 +426,29 @@ class Walk:
         if table:
             self._owners.append(_Owner(table, set(), set(), origin))
         with torch_function_off():  # one of another trace would raise
-            tables = [getattr(tensor, name) for name in _TENSOR_HOOKS]
-        for name, hooks in zip(_TENSOR_HOOKS, tables, strict=True):
-            if hooks:
-                self._entries(hooks, Place(origin, "attribute", name))
-        if not is_foreign(type(tensor).__module__):
-            self._kind(tensor, origin)
+            tables = hooks_of(tensor)
+        for hooks in filter(None, tables):
+            self._entries(hooks, Place(origin, "attribute"))
 
 
 def is_open(kind: type) -> bool:
     """Whether only code of the user's reads the attributes of instances, by their names."""
-    foreign = {base for base in kind.__mro__ if is_foreign(base.__module__)}
-    return foreign.issubset(_OPEN) and registration(kind) is None
+    modules = [base.__module__ for base in kind.__mro__ if base not in _OPEN]
+    is_unseen = any(is_foreign(module) or is_extension(module) for module in modules)
+    return not is_unseen and registration(kind) is None
+
+
+def _users(cls: type) -> list[type]:
+    return [base for base in cls.__mro__ if not is_foreign(base.__module__)]
+
+
+def _implied(table: Mapping[str, Any]) -> set[str]:
+    """What Python or numpy may ask for."""
+    return {name for name in table if name.startswith("__")}
 
 
 def _is_simple(table: Mapping[str, Any], name: str) -> bool:
-    return isinstance(table.get(name), SIMPLE)
+    return type(table.get(name)) in _NO_CALL
 
 
 _DATA = bool | int | float | complex | str | torch.Tensor | np.ndarray | np.generic
@@ -406,14 +457,6 @@ _DATA = bool | int | float | complex | str | torch.Tensor | np.ndarray | np.gene
 def is_holder(kind: type) -> bool:
     """Whether instances have attributes that are the user's."""
     return not is_foreign(kind.__module__) or kind.__module__.startswith(_HOLDERS)
-
-
-def _same_items(kind: Any, value: Any, expected: tuple[Any, ...]) -> bool:
-    return all_same(tuple(kind.__iter__(value)), expected)
-
-
-def _same_bytes(value: Any, expected: bytes) -> bool:
-    return bytes(value) == expected
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:
@@ -425,24 +468,21 @@ def dict_of(value: Any) -> dict[str, Any] | None:
     return table if isinstance(table, dict) else None
 
 
-def _slot(member: types.MemberDescriptorType, value: Any) -> Any:
-    try:
-        return member.__get__(value)
-    except AttributeError:  # not assigned yet
-        return _MISSING
+def _names_in(getter: Any) -> set[str]:
+    """Of an ``attrgetter`` or ``methodcaller``."""
+    made, given = getter.__reduce__()
+    texts = [x for x in (*getattr(made, "args", ()), *given) if isinstance(x, str)]
+    return set(".".join(texts).split("."))
 
 
-def _cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return _MISSING
+def slots_of(value: Any) -> Iterator[tuple[str, types.MemberDescriptorType]]:
+    """Names, and what reads them; a ``partial`` has such too."""
+    for base in filter(is_holder, type(value).__mro__):
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType) and name != "__dict__":
+                yield name, member
 
 
 def _module_of(function: types.FunctionType) -> str | None:
     """Where it was defined; ``__module__`` of a wrapper is that of what it wraps."""
     return function.__globals__.get("__name__")
-
-
-def _is_foreign_class(value: Any) -> bool:
-    return isinstance(value, type) and is_foreign(value.__module__)

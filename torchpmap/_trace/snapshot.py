@@ -13,7 +13,7 @@ import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from types import CellType, FunctionType, MemberDescriptorType
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import FakeTensor, innermost
 from torchpmap._trace.code import code_facts
 from torchpmap._trace.environment import others_run
-from torchpmap._trace.reach import SIMPLE, dict_of, is_holder
+from torchpmap._trace.reach import SIMPLE, dict_of, is_holder, slots_of
 from torchpmap._trace.untraceable import Untraceable
 
 _DEPTH = 5
@@ -134,7 +134,7 @@ class Snapshot:
                     self._note(each, name)
             elif isinstance(each, ContextVar):
                 self._note(each, each.name)
-            for name in _slots(each):
+            for name, _ in slots_of(each):
                 self._note(each, name)
 
     def _note(self, owner: Any, name: str) -> None:
@@ -268,12 +268,6 @@ def _own(table: dict[Any, Any]) -> Any:
     return OrderedDict if isinstance(table, OrderedDict) else dict
 
 
-def _slots(value: Any) -> Iterator[str]:
-    for kind in type(value).__mro__:
-        if not is_foreign(kind.__module__):
-            yield from (x for x, own in vars(kind).items() if isinstance(own, MemberDescriptorType))
-
-
 def _items(table: Any) -> Iterator[Any]:
     return iter(list(dict.values(table) if isinstance(table, dict) else table))
 
@@ -340,5 +334,8 @@ def has_traced(value: Any, depth: int = 8) -> bool:
         return any(has_traced(item, depth - 1) for item in _items(value))
     if not is_holder(type(value)):
         return False
-    inside = [*(dict_of(value) or {}).values(), *(_read(value, x) for x in _slots(value))]
+    inside = [
+        *(dict_of(value) or {}).values(),
+        *(_read(value, x) for x, _ in slots_of(value)),
+    ]
     return any(has_traced(item, depth - 1) for item in inside)

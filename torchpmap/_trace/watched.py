@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, call, is_, itemgetter
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 from torchpmap._base.exact import Pictures
 
-_MISSING = object()
+MISSING = object()
 _ANY = object()
 """Stands for a value that is not watched here."""
 _registry_of = getattr(abc, "_get_dump")  # noqa: B009 (not in the stubs)
@@ -73,10 +73,10 @@ class Watched:
 
     def add_name(self, table: Mapping[str, Any], name: str, place: Place) -> Any:
         """Watch an entry of a table, and return it; None if there is none."""
-        value = table.get(name, _MISSING)
+        value = table.get(name, MISSING)
         _, values, places = self._names.setdefault(id(table), (table, {}, {}))
         values[name], places[name] = value, place
-        return None if value is _MISSING else value
+        return None if value is MISSING else value
 
     def add_size(self, sized: Sized, place: Place | None) -> None:
         self._sized.append(sized)
@@ -112,7 +112,7 @@ class Watched:
                 self._sources.append(partial(map, ask, asked))
                 self._expected += answers
         for table, values, _ in self._names.values():
-            names = [name for name, value in values.items() if value is not _MISSING]
+            names = [name for name, value in values.items() if value is not MISSING]
             absent = values.keys() - names
             if absent:
                 self._sources.append(partial(map, table.keys().isdisjoint, [absent]))
@@ -152,17 +152,17 @@ class Watched:
                     yield place
         for table, values, name_places in self._names.values():
             for name, value in values.items():
-                if not all_same([table.get(name, _MISSING)], [value]):
+                if not all_same([table.get(name, MISSING)], [value]):
                     yield name_places[name]
         for owner, table, copy, origin in self._owners:
             now = object.__getattribute__(owner, "__dict__")
             if now is not table:
                 yield Place(origin, "attribute")
             for name in () if copy is None else copy.keys() | now.keys():
-                then = (copy or {}).get(name, _MISSING)
+                then = (copy or {}).get(name, MISSING)
                 if then is _ANY and name in now:
                     continue
-                if not all_same([now.get(name, _MISSING)], [then]):
+                if not all_same([now.get(name, MISSING)], [then]):
                     yield Place(origin, "attribute", name)
         for sized, size, size_place in zip(
             self._sized, self._sizes, self._size_places, strict=True
@@ -191,7 +191,7 @@ def _answer(ask: Callable[[Any], Any], of: Any) -> Any:
     try:
         return ask(of)
     except (AttributeError, ValueError):  # deleted
-        return _MISSING
+        return MISSING
 
 
 def _same(now: Any, expected: Any) -> bool:
@@ -206,3 +206,32 @@ def all_same(now: Sequence[Any], expected: Sequence[Any]) -> bool:
     if len(now) != len(expected):
         return False
     return all(a is b or _same(a, b) for a, b in zip(now, expected, strict=True))
+
+
+def holds_items(kind: Any, value: Any, expected: tuple[Any, ...]) -> bool:
+    return all_same(tuple(kind.__iter__(value)), expected)
+
+
+def holds_bytes(value: Any, expected: bytes) -> bool:
+    return bytes(value) == expected
+
+
+def in_slot(member: MemberDescriptorType, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:  # not assigned yet
+        return MISSING
+
+
+def in_cell(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return MISSING
+
+
+def behind_proxy(proxy: Any) -> Any:
+    try:
+        return proxy.__reduce_ex__.__self__
+    except ReferenceError:
+        return MISSING

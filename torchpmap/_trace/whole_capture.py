@@ -22,6 +22,7 @@ from torchpmap._base.torch_internals import (
     AUTOGRAD,
     BACKWARD,
     function_modes,
+    hooks_of,
     is_wrapped,
     outside_modes,
     outside_transforms,
@@ -58,8 +59,7 @@ class Leaf:
     """With which the function begins."""
 
     def count_hooks(self) -> int:
-        x = self.stand_in
-        return len(x._backward_hooks or ()) + len(x._post_accumulate_grad_hooks or ())
+        return sum(map(len, hooks_of(self.stand_in)))
 
     def gradient(self) -> torch.Tensor | None:
         """The one that it has now."""
@@ -126,7 +126,7 @@ class WholeCapture(Capture):
                     "x.detach(), an argument for it, or compute it in the function",
                 )
             grad = real.grad if is_stored else None
-            hooks = (real._backward_hooks or {}).values() if is_stored else ()
+            hooks, after_hooks = hooks_of(real)
         if grad is not None and (id(grad) in self.stand_ins or hasattr(grad, "_view")):
             refuse_gradient()
         before = None if grad is None else self.substitute(grad)
@@ -135,9 +135,9 @@ class WholeCapture(Capture):
         with torch_function_off():
             stand_in.requires_grad_()
             stand_in.grad = before
-            for hook in hooks:
+            for hook in hooks.values() if is_stored else ():
                 stand_in.register_hook(functools.partial(self._inside, hook))
-            for hook in (real._post_accumulate_grad_hooks or {}).values():
+            for hook in after_hooks.values():
                 after = functools.partial(_with_real, hook, real)
                 stand_in.register_post_accumulate_grad_hook(after)
         self._hook(real, stand_in)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -16,7 +17,7 @@ from torchpmap._base.ambient import ambient, for_graph
 from torchpmap._base.devices import Device
 from torchpmap._base.pytree import flatten, flatten_call
 from torchpmap._base.sources import users_line
-from torchpmap._base.torch_internals import innermost
+from torchpmap._base.torch_internals import hooks_of, innermost
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.plan import Captured, Drawn, Plan
 from torchpmap._plan.stages import LoweredPlan
@@ -432,7 +433,7 @@ def layout_of_gradient(leaf: Any) -> Any:
 
 def _hooks(leaf: torch.Tensor) -> tuple[int, ...]:
     """The hooks of a leaf, by their numbers."""
-    return (*(leaf._backward_hooks or ()), *(leaf._post_accumulate_grad_hooks or ()))
+    return tuple(itertools.chain(*hooks_of(leaf)))
 
 
 def kinds_of(tensors: Sequence[Any]) -> Any:
