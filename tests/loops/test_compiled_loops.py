@@ -30,6 +30,23 @@ def test_a_carry_that_does_not_change_shares_no_memory_with_the_input():
     check(tp.pmap(program)(A), (2 * A + 1, 2 * A + 1, rows))
 
 
+@pytest.mark.inductor
+def test_a_carry_that_lies_in_memory_by_channels():
+    """As Inductor lets bytes of four dims lie that it joins."""
+
+    def add(c, t):
+        new = torch.where((t == t) | True, c, c)
+        new[None].expand(1, *c.shape)[0, :, 1].add_(1)
+        return new + t, c
+
+    def program(x):
+        y = x[:, torch.tensor([1, 0, 3, 2])].clamp(-50, 50)
+        return tp.scan(add, y, torch.stack([y, x, y] * 9))
+
+    x = torch.arange(48, dtype=torch.int8).reshape(1, 2, 4, 2, 3)
+    check(tp.pmap(program)(x), tp.pmap(program, compile=False)(x))
+
+
 OTHER = {"backend": "aot_eager"}
 
 

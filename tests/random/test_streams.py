@@ -383,3 +383,19 @@ def test_a_vmap_around_a_call_draws_the_same_numbers_everywhere(around, randomne
         found, next_number = rows(EAGER)
     torch.testing.assert_close(found, expected)
     assert torch.equal(next_number, after) == (randomness == "different")
+
+
+@pytest.mark.parametrize(
+    "around", [torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1]]
+)
+def test_a_mapped_function_made_inside_a_transform_draws_as_others_do(mode, around):
+    """Where rows share a device, too."""
+    rows = torch.cat([X, X])
+
+    def derivative(make):
+        torch.manual_seed(0)
+        return around(lambda x: make()(x).square().sum())(rows)
+
+    made = tp.pmap(several, compile=mode)
+    expected = derivative(lambda: made)
+    torch.testing.assert_close(derivative(lambda: tp.pmap(several, compile=mode)), expected)

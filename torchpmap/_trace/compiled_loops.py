@@ -261,7 +261,9 @@ def _fake(number: int, digest: str, init: Tensors, xs: Tensors, reads: Tensors) 
 
 
 def _like_results(results: Tensors, init: Tensors, xs: Tensors) -> list[torch.Tensor]:
-    return [*(torch.empty_like(x) for x in init), *_outputs(results[len(init) :], xs)]
+    # Inductor (torch 2.13) may let an operand of an ordered operation lie otherwise: bytes of four
+    # dims that a ``cat`` joins lie by channels
+    return [*(x.new_empty(x.shape) for x in init), *_outputs(results[len(init) :], xs)]
 
 
 def _outputs(rows: Tensors, xs: Tensors) -> list[torch.Tensor]:

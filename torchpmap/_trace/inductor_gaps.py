@@ -44,6 +44,7 @@ import torch
 from torch.fx import Graph, Node
 
 from torchpmap._base.replaced import Replaced, Replacement
+from torchpmap._trace import compiled_loops
 from torchpmap._trace.graphs import (
     call,
     compute,
@@ -79,7 +80,8 @@ def mending_passes() -> dict[str, Any]:
                 step(graph)
 
         def uuid(self) -> bytes:  # is part of the keys of Inductor's cache
-            return get_hash_for_files((__file__,))
+            # the second file tells how the results of an operation lie that the code calls
+            return get_hash_for_files((__file__, compiled_loops.__file__))
 
     first = keep_nan, keep_casts, return_whole_values
     last = cast_again, compare_equal_values, copy_bases, write_differently, lay_out

@@ -32,6 +32,7 @@ from torchpmap._base.torch_internals import (
     is_vmap,
     num_modes,
     outside_modes,
+    outside_transforms,
     row_numbers,
     size_and_randomness,
     torch_function_off,
@@ -52,7 +53,8 @@ _ERROR_MODE = (
 
 def new_seed() -> torch.Tensor:
     """A stand-in for the key of a call while a function is traced."""
-    return torch.zeros(2, dtype=torch.int64, device="cpu")
+    with outside_transforms():  # which would trace it, and mapped functions keep it
+        return torch.zeros(2, dtype=torch.int64, device="cpu")
 
 
 def draw_key() -> torch.Tensor:
