@@ -312,6 +312,20 @@ def ended_before_a_sum(rank):
         sums(ONE)
 
 
+@jobs.add(2, misses_rank_1("CollectiveMismatch: rank 1 has ended its script and will not"))
+def ended_after_a_call_without_collectives(rank):
+    """Which is counted too, as there is a timeout, but over no ranks."""
+    call(lambda x: 2 * x)
+    ended_before_a_sum(rank)
+
+
+@jobs.add(2, misses_rank_1("CollectiveMismatch: torchpmap.multihost.barrier('loaded'): rank 1 has"))
+def ended_before_a_barrier(rank):
+    call(lambda x: 2 * x)
+    if rank == 0:
+        tp.multihost.barrier("loaded")
+
+
 def show_the_exception(culprit, place="script"):
     """It is the first thing that the others show too, with its traceback."""
 
