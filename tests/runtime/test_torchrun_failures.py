@@ -326,6 +326,29 @@ def ended_before_a_barrier(rank):
         tp.multihost.barrier("loaded")
 
 
+def refuse_the_child(processes):
+    for code, output in processes:
+        assert (code, output.splitlines()) == (
+            0,
+            ["RuntimeClosed: this process was forked"] * 5 + ["2.0"],
+        )
+
+
+@jobs.add(2, refuse_the_child)
+def forks_a_child(rank):
+    """It has what connects its parent to the others, and ends as a script does."""
+    sums, whole = warmed_up(), tp.replicate(ONE)
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        print(sums(ONE).item())
+        return
+    barrier = tp.multihost.barrier
+    for use in (lambda: sums(ONE), lambda: mapped()(ONE), lambda: whole + 1, whole.tolist, barrier):
+        with pytest.raises(tp.RuntimeClosed) as caught:
+            use()
+        print(f"RuntimeClosed: {caught.value}"[:38])
+
+
 def show_the_exception(culprit, place="script"):
     """It is the first thing that the others show too, with its traceback."""
 
