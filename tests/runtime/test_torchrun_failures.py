@@ -297,6 +297,13 @@ def both_on_one_device(rank):
     tp.init()
 
 
+@jobs.add(2, fails("destroy_process_group() was called before, which ends the groups of torchpmap"))
+def destroys_the_groups(rank):
+    sums = warmed_up()
+    torch.distributed.destroy_process_group()
+    sums(ONE)
+
+
 # -- processes that are gone -----------------------------------------------------------------------
 
 
