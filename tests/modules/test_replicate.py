@@ -180,6 +180,20 @@ def resume(module, plain, make_optimizer, optimizer):
     return mine
 
 
+def test_the_state_of_a_cut_parameter_is_resumed_cut_as_it_is():
+    plain = nn.Linear(4, 8)
+    theirs = torch.optim.AdamW(plain.parameters())
+    plain(torch.ones(2, 4)).sum().backward()
+    theirs.step()
+    mesh = tp.make_mesh((4,), ("x",))
+    module = tp.shard_module(nn.Linear(4, 8), {"weight": tp.P("x")}, mesh)
+    mine = tp.replicate(resume(module, plain, torch.optim.AdamW, theirs))
+    for parameter, other in zip(module.parameters(), plain.parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert mine.state[parameter][name].sharding == parameter.sharding
+            assert mine.state[parameter][name].tolist() == theirs.state[other][name].tolist()
+
+
 @pytest.mark.parametrize(("make_module", "step", "make_optimizer"), TRAININGS)
 def test_training_and_resuming_are_those_of_one_device(make_module, step, make_optimizer):
     """... and a resumed state is where a new one is."""

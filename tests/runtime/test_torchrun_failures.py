@@ -297,6 +297,13 @@ def both_on_one_device(rank):
     tp.init()
 
 
+@jobs.add(2, fails("destroy_process_group() was called before, which ends the groups of torchpmap"))
+def destroys_the_groups(rank):
+    sums = warmed_up()
+    torch.distributed.destroy_process_group()
+    sums(ONE)
+
+
 # -- processes that are gone -----------------------------------------------------------------------
 
 
@@ -310,6 +317,43 @@ def ended_before_a_sum(rank):
     sums = warmed_up()
     if rank == 0:
         sums(ONE)
+
+
+@jobs.add(2, misses_rank_1("CollectiveMismatch: rank 1 has ended its script and will not"))
+def ended_after_a_call_without_collectives(rank):
+    """Which is counted too, as there is a timeout, but over no ranks."""
+    call(lambda x: 2 * x)
+    ended_before_a_sum(rank)
+
+
+@jobs.add(2, misses_rank_1("CollectiveMismatch: torchpmap.multihost.barrier('loaded'): rank 1 has"))
+def ended_before_a_barrier(rank):
+    call(lambda x: 2 * x)
+    if rank == 0:
+        tp.multihost.barrier("loaded")
+
+
+def refuse_the_child(processes):
+    for code, output in processes:
+        assert (code, output.splitlines()) == (
+            0,
+            ["RuntimeClosed: this process was forked"] * 5 + ["2.0"],
+        )
+
+
+@jobs.add(2, refuse_the_child)
+def forks_a_child(rank):
+    """It has what connects its parent to the others, and ends as a script does."""
+    sums, whole = warmed_up(), tp.replicate(ONE)
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        print(sums(ONE).item())
+        return
+    barrier = tp.multihost.barrier
+    for use in (lambda: sums(ONE), lambda: mapped()(ONE), lambda: whole + 1, whole.tolist, barrier):
+        with pytest.raises(tp.RuntimeClosed) as caught:
+            use()
+        print(f"RuntimeClosed: {caught.value}"[:38])
 
 
 def show_the_exception(culprit, place="script"):

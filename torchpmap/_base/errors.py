@@ -99,6 +99,10 @@ POOL_CLOSED = (
     "need (torchpmap.device_get) before torchpmap.shutdown() or torchpmap.init() with other "
     "devices; torchpmap.resize() keeps values."
 )
+FORKED = (
+    "this process was forked from the one that owns the torchpmap devices; use torchpmap in the "
+    "parent, or start the child with spawn or forkserver"
+)
 
 
 class TraceError(PmapError):

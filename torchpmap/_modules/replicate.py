@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 import sys
@@ -317,11 +318,18 @@ def _replicate_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter, values in optimizer.state.items():
         if type(parameter) is not ShardedTensor:
             continue
-        devices = parameter._alive()[0].devices
+        beside = functools.partial(_beside, parameter._alive()[0])
         for name, value in values.items():
             leaves, structure = flatten(value)
             for place, leaf in enumerate(leaves):
                 is_state = parameter.dim() == 0 and name not in _NUMBERS
                 if isinstance(leaf, torch.Tensor) and (leaf.dim() or is_state):
-                    leaves[place] = replicate_tree(leaf, devices, "state")
+                    leaves[place] = put_as(leaf, beside, "state")
             values[name] = structure.unflatten(leaves)
+
+
+def _beside(parameter: Layout, shape: tuple[int, ...], dtype: torch.dtype, _: str) -> Layout:
+    """Where the state of a parameter lies: as that does, if it has the same shape."""
+    if shape == parameter.shape:
+        return general_layout(shape, dtype, parameter.sharding)
+    return replicated_layout(shape, dtype, parameter.devices)

@@ -158,6 +158,9 @@ class Runtime(Protocol):
     def raise_if_closed(self) -> None:
         """Raise ``RuntimeClosed`` if the runtime was closed."""
 
+    def in_forked_child(self) -> None:
+        """In a forked child: the devices are the parent's, and every use raises."""
+
     def close(self) -> None:
         """End the workers; idempotent."""
 

@@ -262,6 +262,8 @@ def _begin_anew() -> None:
     global _lock, steady, _runtime, _leaving
     _lock, steady = threading.RLock(), threading.RLock()
     _runtime, _leaving = _runtime or _leaving, None
+    if _runtime is not None and _place is not None:
+        _runtime.in_forked_child()
 
 
 os.register_at_fork(after_in_child=_begin_anew)

@@ -23,7 +23,7 @@ import torch
 from torchpmap._base.config import Config
 from torchpmap._base.devices import PLATFORMS, enumerate_devices
 from torchpmap._base.ending import sleep_if_ending
-from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed
+from torchpmap._base.errors import FORKED, POOL_CLOSED, RuntimeClosed
 from torchpmap._runtime import wire
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.groups.process_groups import RankPartition
@@ -470,10 +470,7 @@ class LocalRuntime:
     def in_forked_child(self) -> None:
         """In a forked child: the workers are the parent's."""
         self.forked = True
-        self._pool.in_forked_child(
-            "this process was forked from the one that owns the torchpmap devices; use torchpmap "
-            "in the parent, or start the child with spawn or forkserver"
-        )
+        self._pool.in_forked_child(FORKED)
 
 
 @cache

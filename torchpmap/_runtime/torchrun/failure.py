@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+import torch.distributed as dist
+
 from torchpmap._base import ending
 from torchpmap._base.errors import (
     POOL_CLOSED,
@@ -35,6 +37,10 @@ from torchpmap._runtime.torchrun.rendezvous import Rendezvous
 
 _CONSEQUENCES = (WorkerError, WorkerDied)
 """Errors that a process raises because another one failed."""
+_DESTROYED = (
+    "torch.distributed.destroy_process_group() was called before, which ends the groups of "
+    "torchpmap too. Call it at the end of the script."
+)
 
 
 class Failures:
@@ -131,6 +137,8 @@ class Failures:
 
     def _reported(self, error: Exception) -> Exception:
         self._rendezvous.hurry()
+        if not dist.is_initialized():
+            error.add_note(_DESTROYED)
         if is_communication(error):
             try:
                 if self.verdict is not None:

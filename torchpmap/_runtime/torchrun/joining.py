@@ -135,6 +135,15 @@ def _attempt_of(store: JobStore, place: JobPlace, deadline: Deadline, timeout_s:
     )
 
 
+def _in_forked_child() -> None:
+    """The child's end is not that of this process."""
+    atexit.unregister(_exit)
+    atexit.unregister(_end)
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
 def end_with_agent() -> None:
     """From now on this process ends when the agent of torchrun that started it does."""
     global _is_watched

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import sys
 import time
 import traceback
 from collections import Counter
@@ -52,8 +53,8 @@ data, and the numbers of calls and of histories per axis.
 
 _Call = tuple[tuple[int, ...], int]
 """The ranks that a call's collectives wait for, and which of the calls over these it is."""
-_ANY: _Call = (), 1
-"""A call to which no process comes."""
+_ANY: _Call = (), sys.maxsize
+"""A call to which no process comes (calls without collectives are over the ranks ``()``)."""
 
 _starts = itertools.count()
 

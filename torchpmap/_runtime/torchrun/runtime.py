@@ -27,7 +27,7 @@ from torchpmap._base.busy import silence
 from torchpmap._base.config import Config
 from torchpmap._base.data import packed, unpacked
 from torchpmap._base.devices import PLATFORMS
-from torchpmap._base.errors import CallTimeout, WorkerError
+from torchpmap._base.errors import FORKED, CallTimeout, WorkerError
 from torchpmap._base.platform import LATE_HINT
 from torchpmap._base.torch_internals import (
     has_transforms,
@@ -81,7 +81,6 @@ class TorchrunRuntime:
     """One process of several (see ``Runtime`` for the interface)."""
 
     runs_here = True
-    forked = False
     has_losses = False
     """Values are lost only with the whole job."""
 
@@ -93,6 +92,7 @@ class TorchrunRuntime:
             silence()
         number = self._platform.narrow(own_number(place, self._platform))
         self.device = self._platform.open(number, place.rank)
+        self.forked = False
         self._lock = threading.RLock()  # one call at a time: all ranks need one order of them
         self._plans: dict[int, Defined] = {}
         self._teams: dict[tuple[int, ...], Team] = {}
@@ -389,7 +389,18 @@ class TorchrunRuntime:
             error = verdict
         self._failures.fail(error, is_late=True)
 
+    def in_forked_child(self) -> None:
+        """In a forked child: memory and connections are shared with the parent, whose part in the
+        job it would take.
+        """
+        self.forked, self._completion, self._lock = True, None, threading.RLock()
+        self._failures.closed_because = FORKED
+        self._failures.close()
+        self._groups.in_forked_child()
+
     def close(self) -> None:
+        if self.forked:
+            return
         if self._completion is not None and not self.closed:
             self._completion.settle()  # or what runs would be aborted half-way, here and elsewhere
         failed = self.closed
