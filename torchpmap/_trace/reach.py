@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import attrgetter, itemgetter
 from typing import Any, Generic, NamedTuple, Protocol
 
@@ -54,6 +54,10 @@ _READING_ANY = {
     *("__reduce__", "__reduce_ex__", "__match_args__"),
 }
 """Names in code that may read attributes whose names are not in it."""
+_OFTEN_METHODS = {"copy", "eval", "replace"}
+"""Those of them that are also methods which read none: ``model.eval()``, ``batch.copy()``."""
+_OF_READING_ANY = ("builtins", "copy", "dataclasses")
+"""The modules whose functions they are."""
 _ASKING = {"hasattr", "getattr", "AttributeError", "Exception"}
 """Names in code that may ask a module for what it lacks."""
 _SCALING = {"_enabled", "_growth_factor", "_backoff_factor", "_growth_interval"}
@@ -100,6 +104,8 @@ class Walk:
         """What the code that was met mentions."""
         self._read: set[str] = set()
         """Those of them that it does not only call as methods."""
+        self._may_copy = False
+        """Whether it reaches a module of ``_OF_READING_ANY``."""
         self._seen: dict[int, Any] = {id(_MISSING): _MISSING}
         """By id; kept, so that no other value gets the id."""
         self._queue: deque[tuple[Any, str]] = deque()
@@ -137,7 +143,8 @@ class Walk:
 
     def _mentioned(self) -> None:
         """Watch the attributes that the code met so far mentions."""
-        is_any = not _READING_ANY.isdisjoint(self.names)
+        methods = set() if self._may_copy else _OFTEN_METHODS - self._read
+        is_any = not (_READING_ANY - methods).isdisjoint(self.names)
         for table, implied, done, origin, is_instance in self._owners:
             for name, value in list(table.items()):
                 is_read = name in self._read or name in implied or (is_instance and is_any)
@@ -192,7 +199,8 @@ class Walk:
             return
         if is_open(type(value)):
             self.watched.add_attributes(value, table, origin, values=False)
-            self._owners.append(_Owner(table, set(), set(), origin, True))
+            fields = {x for base in type(value).__mro__ if _made(base) for x in _fields(base)}
+            self._owners.append(_Owner(table, fields, set(), origin, True))
         elif id(table) in self._owners_of_stored:
             self.watched.add_dict(value, table, origin)
             self._entries(table, Place(origin, "attribute"))
@@ -205,6 +213,7 @@ class Walk:
         if isinstance(value, types.FunctionType | types.BuiltinFunctionType | attrgetter):
             name = getattr(value, "__name__", "attrgetter")  # that the code has another name for
             self.names |= _READING_ANY & {name}
+            self._read |= _READING_ANY & {name}
         if isinstance(value, types.FunctionType):
             if not is_foreign(value.__module__) or not is_foreign(_module_of(value)):
                 self._function(value, origin)
@@ -303,7 +312,7 @@ class Walk:
                 self.watched.add(num_registered, cls, Place(origin, "attribute", "register"))
         for base in users:
             table = vars(base)
-            implied = {name for name in table if name.startswith("__")} - _NO_CODE
+            implied = {name for name in table if name.startswith("__")} - _NO_CODE - _made(base)
             implied |= _IMPLIED
             implied.update(name for name, value in table.items() if isinstance(value, _DATA))
             self.watched.add_size(table, Place(origin, "attribute"))
@@ -347,6 +356,7 @@ class Walk:
 
     def _attributes(self, module: Any, names: set[str], origin: str) -> None:
         """Watch the attributes of a module that are in ``names``."""
+        self._may_copy |= getattr(module, "__name__", "") in _OF_READING_ANY
         if not isinstance(module, types.ModuleType) or is_foreign(module.__name__):
             return
         self._seen[id(module)] = module
@@ -399,6 +409,26 @@ def is_open(kind: type) -> bool:
     """Whether only code of the user's reads the attributes of instances, by their names."""
     foreign = {base for base in kind.__mro__ if is_foreign(base.__module__)}
     return foreign.issubset(_OPEN) and registration(kind) is None
+
+
+def _fields(cls: type) -> Iterable[str]:
+    return vars(cls).get("__dataclass_fields__", ())
+
+
+def _is_made(value: Any) -> bool:
+    if not isinstance(value, types.FunctionType):
+        return False
+    made = inspect.unwrap(value)  # __repr__ is wrapped
+    return isinstance(made, types.FunctionType) and made.__code__.co_filename == "<string>"
+
+
+def _made(cls: type) -> set[str]:
+    """Methods such as ``__eq__`` that ``dataclass`` has made, which read the fields of their own
+    class, whose names others may have too.
+    """
+    own = vars(cls).items() if _fields(cls) else ()
+    made = {name for name, x in own if _is_made(x)}
+    return made - _NO_CODE
 
 
 def _is_simple(table: Mapping[str, Any], name: str) -> bool:
