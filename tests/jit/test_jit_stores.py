@@ -127,6 +127,26 @@ def one_tensor_in_two_places(on):
     return results
 
 
+@CASES.add(4)  # each without and with what is in them
+def containers_that_are_returned_too(on):
+    logged, last, found = {}, [None, {}], []
+
+    @on.jit
+    def f(x):
+        logged["sum"], logged["mean"] = x.sum(), x.mean()
+        return logged
+
+    @on.jit
+    def g(x):
+        last[0], last[1]["mean"] = x.sum(), x.mean()
+        return last, [last[1]]
+
+    for x in on.rows(3):
+        (total, own), [also] = g(x)
+        found += [*f(x).values(), total, own["mean"], also["mean"], *logged.values()]
+    return found
+
+
 @CASES.add(2)
 def a_hidden_state(on):
     class Recurrent(nn.Module):

@@ -174,6 +174,8 @@ def _with_state(
                     if id(x) in seen or snapshot.has(Slot(x, None)):
                         raise slot.refusal(where)
                     seen.add(id(x))
+            leaves, structure = flatten(result)  # of containers that are as before from here on
+            result = structure.unflatten(leaves)
             return (result, stored) if slots else result
         finally:
             _write_all(slots, before)
