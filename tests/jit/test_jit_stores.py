@@ -127,6 +127,23 @@ def one_tensor_in_two_places(on):
     return results
 
 
+@CASES.add(4)  # each in either mode
+def modes_of_modules(on):
+    model, found = on.model(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = on.step(lambda x: model.train()(x), optimizer)
+
+    @on.jit
+    @torch.no_grad()
+    def evaluate(x):
+        return model.eval()(x).square().mean()
+
+    for f in (step, evaluate, evaluate, step, step, evaluate, step, evaluate):
+        found += [f(on.put(data(len(found)))), torch.tensor([x.training for x in model.modules()])]
+        found += [model(on.put(data(3))).sum()]
+    return [*found, *model.buffers()]
+
+
 @CASES.add(4)  # each without and with what is in them
 def containers_that_are_returned_too(on):
     logged, last, found = {}, [None, {}], []

@@ -50,6 +50,13 @@ class Slot(NamedTuple):
     def key(self) -> tuple[int, Any]:
         return id(self.owner), self.name
 
+    @property
+    def is_mode(self) -> bool:
+        """Whether it is ``training`` of a module, of which there are only two: each call sets it,
+        so that ``train()`` in one function and ``eval()`` in another need no new traces.
+        """
+        return self.name == "training" and isinstance(self.read(), bool)
+
     def read(self) -> Any:
         """The value; a constant if there is none."""
         return _read(self.owner, self.name)
@@ -186,13 +193,15 @@ class Snapshot:
 
     def stored(self, known: Sequence[Slot], where: str, *, constants: bool) -> list[Slot]:
         """Where tensors of a trace are, besides what is ``known``; if there are any, also where
-        other values are that the function has moved or made, which may be ``constants``.
+        other values are that the function has moved or made, which may be ``constants``.  Modes
+        of modules that it has changed are among them in any case.
 
         Raises:
             Untraceable: later calls could not store theirs there.
         """
         self._clear_caches()
         keys = {slot.key for slot in known}
+        stores = any(not slot.is_mode for slot in known)
         new: dict[tuple[int, Any], Slot] = {}
         moved: dict[tuple[int, Any], Slot] = {}
         others: list[Any] = []
@@ -203,18 +212,19 @@ class Snapshot:
                     raise slot.refusal(where)
                 new[slot.key] = slot
             elif is_users and slot.key not in keys:
-                is_known = is_alone and (constants or _has_tensor(now))
+                is_known = is_alone and (constants or slot.is_mode or _has_tensor(now))
                 is_moved = is_known and can_store and _is_plain(now)
                 moved |= {slot.key: slot} if is_moved else {}
                 others += [] if is_moved else [slot.name]
-        if others and (new or known):
+        stores |= bool(new)
+        if others and stores:
             raise Untraceable(
                 f"it stores a new tensor, and changes what is none ({others[0]!r}), which later "
                 "calls would not",
                 where,
                 "a tensor for that too, or return the new tensor",
             )
-        found = new | moved if new or known else {}
+        found = new | {key: slot for key, slot in moved.items() if stores or slot.is_mode}
         return [slot for key, slot in found.items() if key not in keys]
 
     def _changes(self) -> Iterator[tuple[Slot, Any, bool, bool]]:

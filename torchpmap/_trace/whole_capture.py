@@ -269,7 +269,7 @@ class Replace(TracedCalls):
             return func(*args, **(kwargs or {}))
         of = func.__self__ if func.__name__ in ("__get__", "__set__") else None
         is_question = func.__name__ == "__get__"
-        if of is torch.Tensor.requires_grad and not is_question or func is _LET_REQUIRE_GRAD:
+        if (of is torch.Tensor.requires_grad and not is_question) or func is _LET_REQUIRE_GRAD:
             self.capture.leaf(self.find(args[0]))
         elif of is torch.Tensor.grad:
             leaf = self.capture.leaf(self.find(args[0]))

@@ -190,7 +190,7 @@ def _with_state(
 
 def _constants(slots: Sequence[Slot]) -> dict[tuple[int, Any], Hashable]:
     """The numbers and the like that are in the places, by their keys."""
-    values = [(slot.key, slot.read()) for slot in slots]
+    values = [(slot.key, slot.read()) for slot in slots if not slot.is_mode]
     return {key: exact(x) for key, x in values if isinstance(x, SIMPLE)}
 
 
