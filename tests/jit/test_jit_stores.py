@@ -390,6 +390,41 @@ def lbfgs_with_a_closure_that_is_traced(on):
     return [*(optimizer.step(closure) for _ in range(2)), *model.parameters()]
 
 
+@CASES.add(2)  # then its state has what it keeps
+def an_optimizer_that_keeps_weights(on):
+    class Sharpness(torch.optim.Optimizer):
+        def __init__(self, base):
+            super().__init__(base.param_groups, {})
+            self.base = base
+
+        @torch.no_grad()
+        def climb(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["before"] = p.data.clone()
+                p.add_(p.grad, alpha=0.1)
+            self.zero_grad()
+
+        @torch.no_grad()
+        def descend(self):
+            for p in self.param_groups[0]["params"]:
+                p.data = self.state[p]["before"]
+            self.base.step()
+            self.zero_grad()
+
+    model = on.model()
+    optimizer = Sharpness(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    @on.jit
+    def step(x):
+        for finish in (optimizer.climb, optimizer.descend):
+            model(x).square().mean().backward()
+            finish()
+
+    for x in on.rows(3):
+        step(x)
+    return [*model.parameters(), *(optimizer.state[p]["before"] for p in model.parameters())]
+
+
 @CASES.add(fullgraph=False)
 def sparse_gradients(on):
     weight = on.put(data()).requires_grad_()
