@@ -913,3 +913,16 @@ def test_a_call_reads_once_what_is_stored():
     before, shared.later = shared.last.sum(), torch.ones(2)
     assert f(torch.ones(4)) == before * 0.5 + 4
     assert shared.last.shape == (4,)
+
+
+def test_what_changes_beside_a_tensor_is_named():
+    losses, holder = [0], Slotted()
+
+    def f(x):
+        holder.last = x * 2
+        losses.append(1)
+        return x
+
+    f = tp.jit(f, compile=EAGER, fullgraph=True)
+    with pytest.raises(tp.TraceError, match=r"changes what is none \(an item of a list\)"):
+        f(torch.ones(4))

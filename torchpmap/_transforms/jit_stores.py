@@ -123,7 +123,7 @@ def storing(
         value = now.get(slot.key)
         if value is not None and all(each.constants.get(slot.key) != value for each in same):
             raise Untraceable(
-                f"it stores a new tensor, and changes what is none ({slot.name!r}) in each call, "
+                f"it stores a new tensor, and changes what is none ({slot.text}) in each call, "
                 "so that each would need another graph",
                 where,
                 "a tensor for that too, or return the new tensor",
