@@ -78,6 +78,101 @@ def parameter_groups_and_hooks_of_later(on):
     return [weight, bias]
 
 
+@CASES.add()
+def gradients_of_frozen_parameters(on):
+    model = on.model(nn.Linear(8, 8), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    cleared, zeroed = on.step(model, optimizer), on.step(model, optimizer, set_to_none=False)
+
+    @on.jit
+    def kept(x):
+        model(x).square().mean().backward()
+        optimizer.step()
+        return [p.grad.sum() for p in model.parameters() if p.grad is not None]
+
+    x, found = on.put(data(3)), []
+    cleared(x)
+    for step in (zeroed, kept, cleared, cleared, kept):
+        model[0].requires_grad_(False)
+        step(x)
+        found += [p.clone() for p in model.parameters()]
+        found += [p.grad for p in model.parameters()]
+        model[0].requires_grad_(True)
+        found += kept(x)
+    return found
+
+
+@CASES.add()
+def parameters_that_are_frozen_between_steps(on):
+    model = on.model(nn.Linear(8, 8), nn.Linear(8, 4)).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @on.jit
+    def step(x):
+        model.requires_grad_(True)
+        model(x).square().mean().backward()
+        optimizer.step()
+        for p in model.parameters():
+            p.requires_grad = False
+
+    for x in on.rows(3):
+        step(x)
+    return [x for p in model.parameters() for x in (p, p.grad)]
+
+
+@CASES.add()
+def a_gradient_of_what_requires_none(on):
+    w = on.put(data())
+    optimizer = torch.optim.SGD([w], lr=0.1)
+
+    @on.jit
+    def step(x):
+        w.grad = x if w.grad is None else w.grad + x
+        optimizer.step()
+
+    for x in on.rows(3):
+        step(x)
+    return [w, w.grad]
+
+
+@CASES.add()
+def arguments_that_are_let_require_grad(on):
+    model, batches = on.model(), on.rows(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @on.jit
+    def step(x):
+        x.requires_grad_()
+        y = model(x).tanh()
+        (slopes,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        optimizer.zero_grad()
+        (y.square() + slopes.square().sum(1, keepdim=True)).mean().backward()
+        optimizer.step()
+        return slopes.detach()
+
+    forward = on.jit(lambda x: model(x.requires_grad_()).square().sum())
+    results = [step(x) for x in (*batches, *batches)]
+    last = on.put(data(7))
+    forward(last).backward()
+    assert all(x.requires_grad for x in (*batches, last))
+    return [*results, *model.parameters(), *(x.grad for x in (*batches, last))]
+
+
+@CASES.add(fullgraph=False)
+def results_of_what_is_frozen_meanwhile(on):
+    w = on.put(data())
+
+    @on.jit
+    def f(x):
+        w.requires_grad_()
+        result = (x @ w).square().sum()
+        w.requires_grad_(False)
+        return result
+
+    f(on.put(data(1))).backward()
+    return [w.grad]
+
+
 @CASES.add(fullgraph=False)
 def gradients_of_other_arguments(on):
     f = on.jit(lambda x: x.square().sum().backward())

@@ -21,7 +21,7 @@ CASES = Cases()
 # -- gradients and optimizers ----------------------------------------------------------------------
 
 
-@CASES.add(4)  # without and with a gradient from before, each
+@CASES.add(3)  # without and with a gradient from before; the step makes its state before
 def accumulation_over_calls(on):
     model = on.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -127,6 +127,43 @@ def one_tensor_in_two_places(on):
     return results
 
 
+@CASES.add(4)  # each in either mode
+def modes_of_modules(on):
+    model, found = on.model(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = on.step(lambda x: model.train()(x), optimizer)
+
+    @on.jit
+    @torch.no_grad()
+    def evaluate(x):
+        return model.eval()(x).square().mean()
+
+    for f in (step, evaluate, evaluate, step, step, evaluate, step, evaluate):
+        found += [f(on.put(data(len(found)))), torch.tensor([x.training for x in model.modules()])]
+        found += [model(on.put(data(3))).sum()]
+    return [*found, *model.buffers()]
+
+
+@CASES.add(4)  # each without and with what is in them
+def containers_that_are_returned_too(on):
+    logged, last, found = {}, [None, {}], []
+
+    @on.jit
+    def f(x):
+        logged["sum"], logged["mean"] = x.sum(), x.mean()
+        return logged
+
+    @on.jit
+    def g(x):
+        last[0], last[1]["mean"] = x.sum(), x.mean()
+        return last, [last[1]]
+
+    for x in on.rows(3):
+        (total, own), [also] = g(x)
+        found += [*f(x).values(), total, own["mean"], also["mean"], *logged.values()]
+    return found
+
+
 @CASES.add(2)
 def a_hidden_state(on):
     class Recurrent(nn.Module):
@@ -351,6 +388,41 @@ def lbfgs_with_a_closure_that_is_traced(on):
         return loss
 
     return [*(optimizer.step(closure) for _ in range(2)), *model.parameters()]
+
+
+@CASES.add(2)  # then its state has what it keeps
+def an_optimizer_that_keeps_weights(on):
+    class Sharpness(torch.optim.Optimizer):
+        def __init__(self, base):
+            super().__init__(base.param_groups, {})
+            self.base = base
+
+        @torch.no_grad()
+        def climb(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["before"] = p.data.clone()
+                p.add_(p.grad, alpha=0.1)
+            self.zero_grad()
+
+        @torch.no_grad()
+        def descend(self):
+            for p in self.param_groups[0]["params"]:
+                p.data = self.state[p]["before"]
+            self.base.step()
+            self.zero_grad()
+
+    model = on.model()
+    optimizer = Sharpness(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    @on.jit
+    def step(x):
+        for finish in (optimizer.climb, optimizer.descend):
+            model(x).square().mean().backward()
+            finish()
+
+    for x in on.rows(3):
+        step(x)
+    return [*model.parameters(), *(optimizer.state[p]["before"] for p in model.parameters())]
 
 
 @CASES.add(fullgraph=False)
@@ -843,3 +915,16 @@ def test_a_call_reads_once_what_is_stored():
     before, shared.later = shared.last.sum(), torch.ones(2)
     assert f(torch.ones(4)) == before * 0.5 + 4
     assert shared.last.shape == (4,)
+
+
+def test_what_changes_beside_a_tensor_is_named():
+    losses, holder = [0], Slotted()
+
+    def f(x):
+        holder.last = x * 2
+        losses.append(1)
+        return x
+
+    f = tp.jit(f, compile=EAGER, fullgraph=True)
+    with pytest.raises(tp.TraceError, match=r"changes what is none \(an item of a list\)"):
+        f(torch.ones(4))

@@ -57,6 +57,9 @@ class Trainer:
     def of_a_getter(self, getter=operator.attrgetter("count")):
         return getter(self)
 
+    def of_a_mode(self, model, table):
+        return model.eval(), table.copy(), str(self.scale).replace("2", "3")
+
     def of_rate(self):
         return self.rate
 
@@ -81,6 +84,15 @@ class Config:
 @dataclasses.dataclass(repr=False)
 class Comparable(Config):
     """Its ``==`` reads all fields."""
+
+
+class Configured(Trainer):
+    def __init__(self):
+        super().__init__()
+        self.config = Comparable()
+
+    def of_scale(self):
+        return self.config.scale
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -137,10 +149,13 @@ def set_to(name, value):
         (Trainer, "of_another_copy", set_to("count", 1), True),
         (Trainer, "of_a_getter", set_to("count", 1), True),
         (Trainer, "matched", set_to("count", 1), True),
+        (Trainer, "of_a_mode", set_to("scale", 3), True),
+        (Trainer, "of_a_mode", set_to("count", 1), False),
         (Trainer, "of_rate", set_to("rate", 2), True),
         (Trainer, "of_rate", set_to("count", 1), False),
         (Config, "of_scale", set_to("count", 1), False),
         (Comparable, "of_scale", set_to("count", 1), True),
+        (Configured, "of_scale", set_to("count", 1), False),
         (Config, "as_dict", set_to("count", 1), True),
         (Node, "of_type", set_to("count", 1), True),
         (lambda: Options(count=0), "of_type", set_to("count", 1), True),

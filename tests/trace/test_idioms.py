@@ -25,6 +25,10 @@ CASES = {
     "one_hot": (lambda x: torch.nn.functional.one_hot(x.long()), "Use num_classes as a Python num"),
     "roll": (lambda x: x.roll(x[0].long()), r"Use x\[\(torch.arange\(n\) - shift\) % n\]"),
     "full": (lambda x: torch.full((2,), x[0]), "Use x.expand"),
+    "a distribution": (  # torch.compile turns the check off for the rest of the process
+        lambda x: torch.distributions.Normal(x, x.exp(), validate_args=True).mean,
+        "Use validate_args=False",
+    ),
     "equal": (lambda x: x * torch.equal(x, x), r"Use \(x == y\).all\(\)"),
 }
 

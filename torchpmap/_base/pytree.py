@@ -257,13 +257,19 @@ def open_node(tree: Any) -> tuple[list[Any], Node] | None:
     if definition.flatten_with_keys_fn is None:
         keys = tuple(f"[<flat index {i}>]" for i in range(len(children)))
     else:
-        keys = tuple(str(key) for key, _ in definition.flatten_with_keys_fn(tree)[0])
+        keys = tuple(_key_text(key) for key, _ in definition.flatten_with_keys_fn(tree)[0])
     labels: tuple[Hashable, ...] = tuple(range(len(children)))
     if kind in MAPPINGS:
         labels = tuple(tree)
     elif is_registered_dataclass(context, keys):
         labels = tuple(context[0])
     return children, Node(kind, context, labels, keys, (), definition.unflatten_fn, 0)
+
+
+def _key_text(key: Any) -> str:
+    """A key as paths have it: of a tensor, such as those in ``optimizer.state``, no numbers."""
+    inner = getattr(key, "key", None)
+    return f"[<{type(inner).__name__}>]" if isinstance(inner, torch.Tensor) else str(key)
 
 
 def is_registered_dataclass(context: Any, keys: tuple[str, ...]) -> bool:
@@ -332,6 +338,8 @@ def sort_key(label: Hashable) -> tuple[Any, ...]:
     """Return a sort key for a dict key of any type."""
     # Keys of other types go by their text: "<" may not exist, or not be a total order.
     kind = type(label)
+    if issubclass(kind, torch.Tensor):  # its text has numbers; they stay in their order
+        return kind.__qualname__, ""
     return kind.__qualname__, label if kind is str or kind is int else repr(label)
 
 

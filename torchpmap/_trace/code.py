@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import re
 import sys
 import types
@@ -16,19 +17,21 @@ from torchpmap._trace.watched import Place
 _STORES_NAME = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"}
 _STORES_ATTRIBUTE = {"STORE_ATTR", "DELETE_ATTR"}
 _STORES_ITEM = {"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"}
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GL")
 _ANY_NAME = {"exec", "globals"}
 _ANY_ATTRIBUTE = {"setattr", "delattr", "__setattr__", "__dict__", "vars"}
 _ASKING = {"getattr", "hasattr"}
 _FORMATTING = {"format", "format_map"}
+_BUILTINS = _ASKING | {"setattr", "delattr", "vars", "dir", "eval", "exec"}
 _READING_ANY = {
-    *_ASKING,
+    *_BUILTINS,
     *_FORMATTING,
-    *("setattr", "delattr", "vars", "dir", "eval", "exec", "attrgetter", "__dict__"),
-    *("__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__"),
+    *("attrgetter", "__dict__", "__getattribute__", "__getstate__"),
+    *("__reduce__", "__reduce_ex__"),
 }
 _FORMAT = re.compile(r"\{\w*[.\[]\w")
 """A text for ``str.format`` that reads attributes."""
-_READERS = {"copy", "dataclasses", "inspect", "pickle"}
+_READERS = {"builtins", "copy", "dataclasses", "inspect", "pickle"}
 _BUILT_IN = (
     *(type, types.BuiltinFunctionType, types.MethodDescriptorType),
     *(types.WrapperDescriptorType, types.MethodWrapperType),
@@ -86,7 +89,7 @@ def code_facts(code: types.CodeType) -> Code:
         last = instruction.argval
         if kind == "IMPORT_NAME":
             imported |= dict.fromkeys((instruction.argval, instruction.argval.split(".")[0]))
-        elif kind.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GL")):
+        elif kind.startswith(_LOADS):
             read[instruction.argval] = None
         elif kind in _STORES_NAME:
             names[instruction.argval] = None
@@ -120,13 +123,15 @@ def code_facts(code: types.CodeType) -> Code:
 def _reads_any(instructions: Sequence[dis.Instruction]) -> bool:
     kinds = [x for x in instructions if x.opname not in ("CACHE", "PRECALL")]
     for place, each in enumerate(kinds):
-        if each.opname == "MATCH_CLASS" or (
-            each.opcode in dis.hasname
-            and each.argval in _READING_ANY
-            and not (each.argval in _ASKING and _is_constant(kinds[place + 1 :]))
-            # a text in the code is looked at itself
-            and not (each.argval in _FORMATTING and kinds[place - 1].opname == "LOAD_CONST")
-        ):
+        name = each.argval if each.opcode in dis.hasname else None
+        if name in _BUILTINS:  # ``model.eval()`` is none
+            is_any = each.opname.startswith(_LOADS)
+            is_any &= not (name in _ASKING and _is_constant(kinds[place + 1 :]))
+        elif name in _FORMATTING:  # a text in the code is looked at itself
+            is_any = kinds[place - 1].opname != "LOAD_CONST"
+        else:
+            is_any = name in _READING_ANY or each.opname == "MATCH_CLASS"
+        if is_any:
             return True
     return False
 
@@ -163,6 +168,25 @@ def is_reader(value: Any) -> bool:
     if isinstance(value, _BUILT_IN) and value.__name__ in _READING_ANY:
         return True
     return is_extension(value.__module__ if isinstance(value, type) else _module_of(value))
+
+
+def names_in(getter: Any) -> set[str]:
+    """What is mentioned by an ``attrgetter`` or ``methodcaller``."""
+    made, given = getter.__reduce__()
+    texts = [x for x in (*getattr(made, "args", ()), *given) if isinstance(x, str)]
+    return set(".".join(texts).split("."))
+
+
+def made_by_dataclass(cls: type) -> tuple[set[str], set[str]]:
+    """Names of methods such as ``__eq__`` that ``dataclass`` has made, and of the fields."""
+    fields = vars(cls).get("__dataclass_fields__", ())
+    made = {name for name, x in vars(cls).items() if fields and _is_made(x)}
+    return made, set(fields)
+
+
+def _is_made(value: Any) -> bool:
+    made = inspect.unwrap(value) if isinstance(value, types.FunctionType) else None
+    return isinstance(made, types.FunctionType) and made.__code__.co_filename == "<string>"
 
 
 def _module_of(value: Any) -> Any:

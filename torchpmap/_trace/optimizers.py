@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
@@ -256,8 +256,12 @@ class Optimizers:
             )
         if optimizer in self.made:
             raise Untraceable(f"it makes the {name} that steps", users_line(), "one made outside")
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        with torch_function_off():
+            leaves = [self._capture.leaf(self._capture.substitute(p)) for p in params]
+        stepped = {id(x.real) for x in leaves if x is not None and x.gradient() is not None}
         with torch_function_off(), outside_modes(), torch.no_grad():
-            _make_state(optimizer, self._capture)
+            _make_state(optimizer, stepped)
             if self.condition is not None:
                 self._count_on_devices(optimizer)
         if id(optimizer) not in self._known:
@@ -421,9 +425,8 @@ def _changeable(optimizer: Optimizer) -> dict[_Setting, Any]:
     return {(k, x): group.get(x) for k, group in groups for x in ("lr", *_SCHEDULED)}
 
 
-def _make_state(optimizer: Optimizer, capture: WholeCapture) -> None:
-    """Make the state that the step would make first, if there is none."""
-    stepped = {id(leaf.real) for leaf in capture.leaves.values() if leaf.gradient() is not None}
+def _make_state(optimizer: Optimizer, stepped: Collection[int]) -> None:
+    """Make the state that the step of parameters, by their ids, would make first."""
     make = state_maker(optimizer)
     if make is None:
         return

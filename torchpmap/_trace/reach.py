@@ -23,7 +23,7 @@ from torchpmap._base.contents import ArrayContents
 from torchpmap._base.pytree import registration
 from torchpmap._base.sources import is_extension, is_foreign
 from torchpmap._base.torch_internals import HOOKS_OF_ALL_MODULES, hooks_of, torch_function_off
-from torchpmap._trace.code import Stores, code_facts, is_reader
+from torchpmap._trace.code import Stores, code_facts, is_reader, made_by_dataclass, names_in
 from torchpmap._trace.watched import (
     MISSING,
     Place,
@@ -51,6 +51,11 @@ _NO_CALL = set(get_args(SIMPLE))
 """Types of what cannot be called, as an ``IntEnum`` can."""
 _AT_CREATION = {"__init__", "__new__", "__post_init__"}
 """Methods that run when code calls a class; what they only store to is the new instance."""
+_AT_COPY = {
+    *("__copy__", "__deepcopy__", "__replace__", "__getstate__", "__setstate__"),
+    *("__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__"),
+}
+"""Methods that run when code copies or pickles an instance."""
 _NO_CODE = {"__module__", "__dict__", "__doc__", "__weakref__", "__slots__"}
 _OWN_CLASS = {"type", "__class__"}
 """Names in code that may call the class of an instance."""
@@ -150,7 +155,8 @@ class Walk:
             self._call(kind, origin)
         for table, implied, done, origin, is_instance in self._owners:
             for name in [name for name in list(table) if name not in done]:
-                is_read = name in self._read or name in implied or (is_instance and self._reads_any)
+                is_read = name in self._read or name in implied
+                is_read |= self._reads_any and (is_instance or name in _AT_COPY)
                 if not is_read and name in self.names:
                     is_read = not (is_instance and type(table.get(name)) in _NO_CALL)
                 if is_read:
@@ -216,7 +222,8 @@ class Walk:
             return
         if is_open(type(value)):
             self.watched.add_attributes(value, table, origin, values=False)
-            self._owners.append(_Owner(table, _implied(table), set(), origin, True))
+            implied = _implied(table).union(*map(_compared, type(value).__mro__))
+            self._owners.append(_Owner(table, implied, set(), origin, True))
         elif id(table) in self._owners_of_stored:
             self.watched.add_dict(value, table, origin)
             self._entries(table, Place(origin, "attribute"))
@@ -245,7 +252,7 @@ class Walk:
             if not isinstance(value.__self__, types.ModuleType):
                 self._add(value.__self__, origin)
         elif isinstance(value, attrgetter | methodcaller):
-            names = _names_in(value)
+            names = names_in(value)
             self.names |= names
             self._read |= names
         elif isinstance(value, property):
@@ -335,7 +342,8 @@ class Walk:
         foreign = {name for base in cls.__mro__ if base not in users for name in vars(base)}
         for base in users:
             table = vars(base)
-            implied = (_implied(table) | foreign) - _AT_CREATION - _NO_CODE
+            implied = (_implied(table) | foreign) - _AT_CREATION - _AT_COPY - _NO_CODE
+            implied -= made_by_dataclass(base)[0]
             implied.update(name for name, value in table.items() if isinstance(value, _DATA))
             self.watched.add_size(table, Place(origin, "attribute"))
             self._owners.append(_Owner(table, implied, set(), origin))
@@ -447,6 +455,12 @@ def _implied(table: Mapping[str, Any]) -> set[str]:
     return {name for name in table if name.startswith("__")}
 
 
+def _compared(cls: type) -> set[str]:
+    """Fields that ``==``, ``repr`` and the like of a dataclass read."""
+    made, fields = made_by_dataclass(cls)
+    return fields if made - _AT_CREATION - _AT_COPY else set()
+
+
 def _is_simple(table: Mapping[str, Any], name: str) -> bool:
     return type(table.get(name)) in _NO_CALL
 
@@ -466,13 +480,6 @@ def dict_of(value: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return table if isinstance(table, dict) else None
-
-
-def _names_in(getter: Any) -> set[str]:
-    """Of an ``attrgetter`` or ``methodcaller``."""
-    made, given = getter.__reduce__()
-    texts = [x for x in (*getattr(made, "args", ()), *given) if isinstance(x, str)]
-    return set(".".join(texts).split("."))
 
 
 def slots_of(value: Any) -> Iterator[tuple[str, types.MemberDescriptorType]]:

@@ -50,6 +50,20 @@ class Slot(NamedTuple):
     def key(self) -> tuple[int, Any]:
         return id(self.owner), self.name
 
+    @property
+    def text(self) -> str:
+        """What errors call it."""
+        is_item = isinstance(self.owner, list | deque)
+        name = "an item of a list" if is_item else repr(self.name)
+        return "a variable" if isinstance(self.owner, CellType) else name
+
+    @property
+    def is_mode(self) -> bool:
+        """Whether it is ``training`` of a module, of which there are only two: each call sets it,
+        so that ``train()`` in one function and ``eval()`` in another need no new traces.
+        """
+        return self.name == "training" and isinstance(self.read(), bool)
+
     def read(self) -> Any:
         """The value; a constant if there is none."""
         return _read(self.owner, self.name)
@@ -59,11 +73,8 @@ class Slot(NamedTuple):
 
     def refusal(self, where: str) -> Untraceable:
         """What says that calls cannot store a tensor there."""
-        is_item = isinstance(self.owner, list | deque)
-        name = "an item of a list" if is_item else repr(self.name)
-        name = "a variable" if isinstance(self.owner, CellType) else name
         return Untraceable(
-            f"it stores a new tensor ({name}), which later calls would not",
+            f"it stores a new tensor ({self.text}), which later calls would not",
             where,
             "buffer.copy_(value), or return the value",
         )
@@ -186,16 +197,18 @@ class Snapshot:
 
     def stored(self, known: Sequence[Slot], where: str, *, constants: bool) -> list[Slot]:
         """Where tensors of a trace are, besides what is ``known``; if there are any, also where
-        other values are that the function has moved or made, which may be ``constants``.
+        other values are that the function has moved or made, which may be ``constants``.  Modes
+        of modules that it has changed are among them in any case.
 
         Raises:
             Untraceable: later calls could not store theirs there.
         """
         self._clear_caches()
         keys = {slot.key for slot in known}
+        stores = any(not slot.is_mode for slot in known)
         new: dict[tuple[int, Any], Slot] = {}
         moved: dict[tuple[int, Any], Slot] = {}
-        others: list[Any] = []
+        others: list[str] = []
         is_alone = not (self._others_run or others_run())  # else another thread may have done it
         for slot, now, can_store, is_users in self._changes():
             if has_traced(now):
@@ -203,18 +216,19 @@ class Snapshot:
                     raise slot.refusal(where)
                 new[slot.key] = slot
             elif is_users and slot.key not in keys:
-                is_known = is_alone and (constants or _has_tensor(now))
+                is_known = is_alone and (constants or slot.is_mode or _has_tensor(now))
                 is_moved = is_known and can_store and _is_plain(now)
                 moved |= {slot.key: slot} if is_moved else {}
-                others += [] if is_moved else [slot.name]
-        if others and (new or known):
+                others += [] if is_moved else [slot.text]
+        stores |= bool(new)
+        if others and stores:
             raise Untraceable(
-                f"it stores a new tensor, and changes what is none ({others[0]!r}), which later "
+                f"it stores a new tensor, and changes what is none ({others[0]}), which later "
                 "calls would not",
                 where,
                 "a tensor for that too, or return the new tensor",
             )
-        found = new | moved if new or known else {}
+        found = new | {key: slot for key, slot in moved.items() if stores or slot.is_mode}
         return [slot for key, slot in found.items() if key not in keys]
 
     def _changes(self) -> Iterator[tuple[Slot, Any, bool, bool]]:

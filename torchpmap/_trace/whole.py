@@ -72,6 +72,8 @@ class WholeTrace:
     """Leaves that it leaves another gradient on."""
     cleared: list[torch.Tensor]
     """Leaves on which it leaves none."""
+    required: list[torch.Tensor]
+    """Leaves that it lets require grad."""
     asked: list[tuple[torch.Tensor, bool]]
     """Leaves of which it matters whether they had a gradient, and whether they had."""
     grad_of: dict[int, torch.Tensor]
@@ -241,6 +243,7 @@ def _effects(
         counted=[numbers for numbers, _ in counted],
         graded=[real for real, _ in graded],
         cleared=[leaf.real for leaf in gone if leaf.is_cleared or leaf.before is not None],
+        required=[x.real for x in found.leaves if not (x.is_frozen() or x.real.requires_grad)],
         asked=[(leaf.real, leaf.before is not None) for leaf, *_ in left if leaf.was_asked],
         grad_of=capture.grad_of,
         numbers=optimizers.numbers,

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
@@ -32,6 +33,7 @@ from torchpmap._base.torch_versions import applying
 from torchpmap._trace.capture import Capture, TracedCalls, here, is_real
 from torchpmap._trace.untraceable import Untraceable
 
+_LET_REQUIRE_GRAD = torch.Tensor.requires_grad_
 Hook = Callable[[torch.Tensor, torch.Tensor], None]
 """Hears of each leaf and its stand-in."""
 
@@ -57,6 +59,10 @@ class Leaf:
 
     num_hooks: int = 0
     """With which the function begins."""
+
+    def is_frozen(self) -> bool:
+        """Whether it requires no grad now."""
+        return not _requires_grad(self.stand_in)
 
     def count_hooks(self) -> int:
         return sum(map(len, hooks_of(self.stand_in)))
@@ -89,6 +95,8 @@ class WholeCapture(Capture):
         self._hook = hook
         self.leaves: dict[int, Leaf] = {}
         """By the id of the stand-in."""
+        self._others: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """What requires no grad, and its stand-in, by the id of the latter."""
         self.grad_of: dict[int, torch.Tensor] = {}
         """Id of a gradient from before -> the leaf: each call may find another there."""
         self.is_outside = False
@@ -116,16 +124,30 @@ class WholeCapture(Capture):
         function, and ``is_given`` to it, passes its gradient on.
         """
         with torch_function_off(), outside_modes():
-            if not real.requires_grad:
-                return
-            is_stored = real.is_leaf
-            if not is_stored and not is_given:
-                raise Untraceable(
-                    "a tensor that requires grad was computed outside of the function",
-                    users_line(),
-                    "x.detach(), an argument for it, or compute it in the function",
-                )
-            grad = real.grad if is_stored else None
+            requires_grad, is_stored = real.requires_grad, real.is_leaf
+        if not requires_grad:
+            self._others[id(stand_in)] = real, stand_in
+        elif not is_stored and not is_given:
+            raise Untraceable(
+                "a tensor that requires grad was computed outside of the function",
+                users_line(),
+                "x.detach(), an argument for it, or compute it in the function",
+            )
+        else:
+            self._add_leaf(real, stand_in, is_stored)
+
+    def leaf(self, stand_in: torch.Tensor) -> Leaf | None:
+        """That of a stand-in.  What requires no grad, such as a frozen parameter, is one from when
+        something first asks for its gradient, or lets it require grad.
+        """
+        if id(stand_in) in self._others and stand_in.grad_fn is None:
+            with outside_transforms():
+                self._add_leaf(*self._others.pop(id(stand_in)), True)
+        return self.leaves.get(id(stand_in))
+
+    def _add_leaf(self, real: torch.Tensor, stand_in: torch.Tensor, is_stored: bool) -> None:
+        with torch_function_off(), outside_modes():
+            grad, requires_grad = real.grad if is_stored else None, real.requires_grad
             hooks, after_hooks = hooks_of(real)
         if grad is not None and (id(grad) in self.stand_ins or hasattr(grad, "_view")):
             refuse_gradient()
@@ -133,14 +155,16 @@ class WholeCapture(Capture):
         if grad is not None:
             self.grad_of[id(grad)] = real
         with torch_function_off():
-            stand_in.requires_grad_()
+            if is_inexact(stand_in):  # only then has it hooks
+                stand_in.requires_grad_()
+                for hook in hooks.values() if is_stored else ():
+                    stand_in.register_hook(functools.partial(self._inside, hook))
+                for hook in after_hooks.values():
+                    after = functools.partial(_with_real, hook, real)
+                    stand_in.register_post_accumulate_grad_hook(after)
+                self._hook(real, stand_in)
+                stand_in.requires_grad_(requires_grad)
             stand_in.grad = before
-            for hook in hooks.values() if is_stored else ():
-                stand_in.register_hook(functools.partial(self._inside, hook))
-            for hook in after_hooks.values():
-                after = functools.partial(_with_real, hook, real)
-                stand_in.register_post_accumulate_grad_hook(after)
-        self._hook(real, stand_in)
         leaf = self.leaves[id(stand_in)] = Leaf(real, stand_in, before, is_stored)
         leaf.num_hooks = leaf.count_hooks()
 
@@ -157,7 +181,7 @@ class WholeCapture(Capture):
             changed = None
             if leaf.count_hooks() != leaf.num_hooks:
                 changed = "it registers a hook of a parameter"
-            elif not _requires_grad(leaf.stand_in):
+            elif leaf.is_frozen() and _requires_grad(leaf.real):
                 changed = "it changes requires_grad of a parameter"
             elif not leaf.is_stored and leaf.gradient() is not None:
                 changed = "its backward() reaches a tensor that was computed outside of it"
@@ -220,7 +244,6 @@ class Replace(TracedCalls):
         )
         self.capture = capture
         self._grad_of = capture.grad_of
-        self._leaves = capture.leaves
 
     def _checked(self, x: torch.Tensor) -> torch.Tensor:
         if id(x) in self._grad_of:
@@ -244,10 +267,13 @@ class Replace(TracedCalls):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():  # as torch.cond does its branches
             return func(*args, **(kwargs or {}))
-        if func.__name__ in ("__get__", "__set__") and func.__self__ is torch.Tensor.grad:
-            leaf = self._leaves.get(id(self.find(args[0])))
+        of = func.__self__ if func.__name__ in ("__get__", "__set__") else None
+        is_question = func.__name__ == "__get__"
+        if (of is torch.Tensor.requires_grad and not is_question) or func is _LET_REQUIRE_GRAD:
+            self.capture.leaf(self.find(args[0]))
+        elif of is torch.Tensor.grad:
+            leaf = self.capture.leaf(self.find(args[0]))
             if leaf is not None:
-                is_question = func.__name__ == "__get__"
                 if _zero_grad_asks() if is_question else args[1] is None:
                     leaf.clear()
                     return None

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.ambient import ambient, applied, for_graph
+from torchpmap._base.inexact import is_inexact
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import outside_modes, torch_function_off
 from torchpmap._trace.graphs import copied_whole, drop_dead, output_of, placeholders, results_of
@@ -114,15 +115,24 @@ def pulled_back(
             "one result, or x.detach() for others",
         )
     leaves = [leaf.stand_in for leaf in capture.leaves.values()]
+    frozen = [leaf.is_frozen() and is_inexact(leaf.stand_in) for leaf in capture.leaves.values()]
     before = {id(x): x._version for x in (*capture.stand_ins.values(), *arguments)}
     capture.is_outside = True
     try:
         # autocast around the call is not around the backward pass
         with applied(for_graph(ambient())):
+            for leaf, is_frozen in zip(leaves, frozen, strict=True):
+                leaf.requires_grad_(leaf.requires_grad or is_frozen)
             gradients = list(torch.autograd.grad(results, leaves, given, allow_unused=True))
     except (RuntimeError, NotImplementedError) as error:
         why = f"its derivative cannot be traced ({error})"
         raise Untraceable(why, users_line(), "torch.no_grad() around the call") from error
+    if any(is_frozen and x is not None for is_frozen, x in zip(frozen, gradients, strict=True)):
+        raise Untraceable(
+            "backward() may follow to a parameter that it freezes",
+            users_line(),
+            "x.detach() for its results",
+        )
     after = [*capture.stand_ins.values(), *arguments]
     if any(x._version != before.get(id(x), 0) for x in after):
         raise Untraceable(

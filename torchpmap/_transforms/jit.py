@@ -311,7 +311,8 @@ class _Derived(Jitted[..., Any]):
 def _outlined(complete: Callable[..., Any], call: JitCall, look: Look, where: str) -> Any:
     program = complete(call)
     for slot in look(()):
-        raise slot.refusal(where)
+        if not slot.is_mode:
+            raise slot.refusal(where)
     return program
 
 

@@ -270,6 +270,7 @@ class Program:
         ]
         self._graded = list(map(target, traced.graded))
         self._cleared = list(map(target, traced.cleared))
+        self._required = list(map(target, traced.required))
         self._asked = [
             (target(x), layout_of_gradient(x) if had else None) for x, had in traced.asked
         ]
@@ -347,6 +348,8 @@ class Program:
             each.handle(tensors) if same is None else same._handle
             for same, each in zip(self._direct, self._inputs, strict=True)
         ]
+        for target in self._required:
+            target.of(tensors).requires_grad_()
         if None in held:  # deleted, which this says
             held = [each.handle(tensors) for each in self._inputs]
         if self._derivable is None or torch.is_inference_mode_enabled():

@@ -123,7 +123,7 @@ def storing(
         value = now.get(slot.key)
         if value is not None and all(each.constants.get(slot.key) != value for each in same):
             raise Untraceable(
-                f"it stores a new tensor, and changes what is none ({slot.name!r}) in each call, "
+                f"it stores a new tensor, and changes what is none ({slot.text}) in each call, "
                 "so that each would need another graph",
                 where,
                 "a tensor for that too, or return the new tensor",
@@ -174,6 +174,8 @@ def _with_state(
                     if id(x) in seen or snapshot.has(Slot(x, None)):
                         raise slot.refusal(where)
                     seen.add(id(x))
+            leaves, structure = flatten(result)  # of containers that are as before from here on
+            result = structure.unflatten(leaves)
             return (result, stored) if slots else result
         finally:
             _write_all(slots, before)
@@ -188,7 +190,7 @@ def _with_state(
 
 def _constants(slots: Sequence[Slot]) -> dict[tuple[int, Any], Hashable]:
     """The numbers and the like that are in the places, by their keys."""
-    values = [(slot.key, slot.read()) for slot in slots]
+    values = [(slot.key, slot.read()) for slot in slots if not slot.is_mode]
     return {key: exact(x) for key, x in values if isinstance(x, SIMPLE)}
 
 
