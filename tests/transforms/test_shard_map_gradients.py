@@ -409,6 +409,19 @@ def test_rows_that_only_another_branch_has_in_each_step_of_a_loop(way, num_steps
     torch.testing.assert_close(run(f, way, W, X), expected)
 
 
+def test_rows_of_another_branch_under_a_forward_derivative():
+    def f(x):
+        rows = torch.stack([x, x * 2, x - 1])
+        branches = lambda row: (tp.psum(rows, "b"), row), lambda row: (torch.ones(3, 1), row)
+        return tp.vmap(lambda row: tp.switch(torch.tensor(1), branches, row)[0])(rows)
+
+    mesh = tp.make_mesh((2, 2), ("a", "b"))
+    mapped = tp.shard_map(f, mesh=mesh, in_specs=P(("b", "a")), out_specs=P(None, None, "a"))
+    with tp.debug.fake_pmap():
+        found = torch.func.jacfwd(mapped)(X)
+    assert torch.equal(found, torch.zeros(3, 3, 2, 4))
+
+
 def test_a_branch_without_a_part_in_the_gradient(way):
     """All devices sum the gradient of the weight, also those that do not use it."""
 

@@ -18,6 +18,7 @@ from torchpmap._base.torch_internals import (
     fake_mode,
     innermost,
     is_vmap,
+    row_numbers,
     transforms,
 )
 from torchpmap._collectives.groups import varied
@@ -300,11 +301,21 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
             leaves = list(zip(*branches.unify(known), strict=True))
             results = [leaf[which] for leaf in leaves]
             rows = [frozenset[int]().union(*x) for x in zip(*(x.rows for x in known), strict=True)]
-            if is_cast or any(row != own for row, own in zip(rows, taken.rows, strict=True)):
-                results = together(results, given, rows)
+            results = [_with_rows(x, levels) for x, levels in zip(results, rows, strict=True)]
+            results = together(results, given, rows) if is_cast else results
             with axis_stack.split_again(part):
                 results = [varied(x, union(leaf)) for x, leaf in zip(results, leaves, strict=True)]
     return taken.tree.build(private(results))
+
+
+def _with_rows(result: torch.Tensor, levels: frozenset[int]) -> torch.Tensor:
+    """With rows of the vmaps of some levels, which another branch gives it."""
+    missing = levels - batched_levels(result)
+    for each in transforms() if missing else ():
+        if is_vmap(each) and each.level() in missing:
+            number = row_numbers(each, result.device)
+            result = torch.where(number == number, result, result)
+    return result
 
 
 def _numbered(

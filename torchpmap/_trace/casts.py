@@ -37,14 +37,11 @@ from torchpmap._base.torch_internals import (
     depth,
     forward_level,
     function_modes,
-    is_vmap,
     is_vmap_wrapper,
     layers,
     level_of,
-    row_numbers,
     set_forward_grad,
     torch_function_off,
-    transforms,
     written_values,
 )
 from torchpmap._base.torch_versions import apply_entry
@@ -343,10 +340,7 @@ def together(
     ``levels``: of the vmaps of which each result has rows, as those of other devices have; None:
     all that are met.
     """
-    wanted = frozenset[int]().union(*(levels or ()))
-    rows = [each for each in transforms() if is_vmap(each) and each.level() in wanted]
-    numbers = [row_numbers(each, results[0].device) for each in rows]
-    return _Together.apply(levels, len(results), *results, *operands, *numbers)
+    return _Together.apply(levels, len(results), *results, *operands)
 
 
 class _Together(torch.autograd.Function):
