@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from torchpmap._base.context import assigned
@@ -53,7 +54,8 @@ _ERROR_MODE = (
 
 def new_seed() -> torch.Tensor:
     """A stand-in for the key of a call while a function is traced."""
-    with outside_transforms():  # which would trace it, and mapped functions keep it
+    # transforms would trace it, and mapped functions keep it; to Dynamo the two are alike
+    with nullcontext() if is_dynamo_compiling() else outside_transforms():
         return torch.zeros(2, dtype=torch.int64, device="cpu")
 
 
