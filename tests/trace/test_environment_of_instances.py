@@ -112,12 +112,20 @@ class Options(argparse.Namespace):
 
 
 class Model(torch.nn.Module):
+    rate = 1
+
     def __init__(self):
         super().__init__()
         self.scale, self.count = 2, 0
 
     def forward(self, x):
         return x * self.scale
+
+    def of_rate(self):
+        return self.rate
+
+    def lacks_it(self):
+        return hasattr(self, "bias")
 
 
 class Wide(torch.nn.Linear):
@@ -126,6 +134,14 @@ class Wide(torch.nn.Linear):
 
 def set_to(name, value):
     return lambda each: setattr(each, name, value)
+
+
+def set_instead_of_count(name):
+    def change(each):
+        del each.count
+        setattr(each, name, 2)
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -162,6 +178,8 @@ def set_to(name, value):
         (Model, "forward", set_to("scale", 3), True),
         (Model, "forward", set_to("count", 1), False),
         (Model, "forward", lambda each: each.eval(), True),
+        (Model, "of_rate", set_instead_of_count("rate"), True),
+        (Model, "lacks_it", set_instead_of_count("bias"), True),
         (lambda: Wide(1, 1), "forward", set_to("in_features", 2), True),
     ],
 )

@@ -416,8 +416,12 @@ class Walk:
             self._add(hooks, "a hook of all modules")
             self.stores.has_hooks |= bool(hooks)
         self.watched.add_dict(module, state, origin)
-        self.watched.add_size(state, Place(origin, "attribute"))
-        implied = {"training"} if is_open(type(module)) else {"training", *state}
+        implied = {"training"}
+        if is_open(type(module)):  # a name may take the place of one that is not read
+            self.watched.add_view(state.keys(), Place(origin, "attribute"))
+        else:
+            self.watched.add_size(state, Place(origin, "attribute"))
+            implied.update(state)
         self._owners.append(_Owner(state, implied, set(_OF_MODULES), origin, True))
         for name in _TABLES:
             table = state.get(name)  # missing before Module.__init__
