@@ -1,6 +1,7 @@
 """Covers: _trace/reach.py: which attributes of instances are watched: those that code mentions."""
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import operator
@@ -59,6 +60,13 @@ class Trainer:
 
     def of_a_mode(self, model, table):
         return model.eval(), table.copy(), str(self.scale).replace("2", "3")
+
+    def close(self):
+        return self.scale
+
+    def closed(self):
+        with contextlib.closing(self):
+            return 1
 
     def of_rate(self):
         return self.rate
@@ -167,6 +175,7 @@ def set_instead_of_count(name):
         (Trainer, "matched", set_to("count", 1), True),
         (Trainer, "of_a_mode", set_to("scale", 3), True),
         (Trainer, "of_a_mode", set_to("count", 1), False),
+        (Trainer, "closed", set_to("scale", 3), True),
         (Trainer, "of_rate", set_to("rate", 2), True),
         (Trainer, "of_rate", set_to("count", 1), False),
         (Config, "of_scale", set_to("count", 1), False),

@@ -36,6 +36,8 @@ _BUILT_IN = (
     *(type, types.BuiltinFunctionType, types.MethodDescriptorType),
     *(types.WrapperDescriptorType, types.MethodWrapperType),
 )
+_CALLING = {"closing": "close", "aclosing": "aclose"}
+"""Functions of Python that call a method of what they are given."""
 _CHANGING = {
     *("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "fill", "insert"),
     *("move_to_end", "pop", "popitem", "popleft", "remove", "reverse", "rotate", "setdefault"),
@@ -115,6 +117,7 @@ def code_facts(code: types.CodeType) -> Code:
         elif isinstance(constant, str):  # getattr(x, "name"), attrgetter("name.other")
             mentioned |= dict.fromkeys(constant.split("."))
             reads_any |= _FORMAT.search(constant) is not None
+    mentioned |= {method: None for name, method in _CALLING.items() if name in mentioned | unread}
     unread_only = tuple(name for name in unread if name not in mentioned)
     facts = tuple(read), tuple(imported), tuple(names), tuple(attributes)
     return Code(*facts, (*mentioned, *unread_only), unread_only, stores_items, reads_any)
