@@ -50,7 +50,7 @@ WORKERS = {
         time.sleep(1)
     """,
 }
-SHUTDOWN = "start = time.perf_counter(); tp.shutdown(); print(time.perf_counter() - start)"
+SHUTDOWN = "start = time.perf_counter(); tp.shutdown(); print('took', time.perf_counter() - start)"
 ENDS = {
     "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", -15),
     "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", -9),
@@ -70,8 +70,10 @@ def test_row_23_the_controller_ends(workers, end):
     note_time(ended.seconds, 2)
     output = ended.clean(code)
     if end == "shutdown":
-        assert float(output.split()[-1]) < 5 * SCALE
-        note_time(float(output.split()[-1]), 5)
+        words = output.split()  # the thread that is told of the end may print that after the time
+        seconds = float(words[words.index("took") + 1])
+        assert seconds < 5 * SCALE
+        note_time(seconds, 5)
 
 
 ORPHANS = """
