@@ -289,8 +289,8 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
     results = [varied(x, deciding) for x in taken.tensors]
     taken = replace(taken, tensors=results)
     is_cast = any(map(operator.is_not, given, operands))
-    is_vmapped = any(map(is_vmap, transforms()))
-    if not is_repeated() or is_tracked() or any(taken.weak) or around.draws_numbers or is_vmapped:
+    is_due = not is_repeated() or is_tracked() or any(taken.weak) or around.draws_numbers
+    if is_due or any(map(is_vmap, transforms())):
         with around.restored():  # and as many random numbers are drawn as by the others
             kinds = [taken if k == which else branches.kinds(k) for k in every]
         known = [parts for parts in kinds if parts is not None]

@@ -170,7 +170,7 @@ def is_reader(value: Any) -> bool:
         return value.__module__ in _READERS
     if isinstance(value, _BUILT_IN) and value.__name__ in _READING_ANY:
         return True
-    return is_extension(value.__module__ if isinstance(value, type) else _module_of(value))
+    return is_extension(value.__module__ if isinstance(value, type) else _made_in(value))
 
 
 def names_in(getter: Any) -> set[str]:
@@ -192,7 +192,8 @@ def _is_made(value: Any) -> bool:
     return isinstance(made, types.FunctionType) and made.__code__.co_filename == "<string>"
 
 
-def _module_of(value: Any) -> Any:
+def _made_in(value: Any) -> Any:
+    """Its module, read without calling the user's ``__getattr__``."""
     try:
         return object.__getattribute__(value, "__module__")
     except AttributeError:

@@ -415,11 +415,11 @@ class Walk:
         for hooks in HOOKS_OF_ALL_MODULES:
             self._add(hooks, "a hook of all modules")
             self.stores.has_hooks |= bool(hooks)
-        self.watched.add_dict(module, state, origin)
         implied = {"training"}
-        if is_open(type(module)):  # a name may take the place of one that is not read
-            self.watched.add_view(state.keys(), Place(origin, "attribute"))
+        if is_open(type(module)):
+            self.watched.add_attributes(module, state, origin, values=False)
         else:
+            self.watched.add_dict(module, state, origin)
             self.watched.add_size(state, Place(origin, "attribute"))
             implied.update(state)
         self._owners.append(_Owner(state, implied, set(_OF_MODULES), origin, True))
