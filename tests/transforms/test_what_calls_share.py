@@ -158,6 +158,42 @@ def test_lowered_for_one_order_of_keys():
         compiled({"b": -X, "a": X})
 
 
+def test_a_compiled_call_takes_arguments_as_the_function_does():
+    """Those by name in any order, and static ones only with the values that it was compiled for."""
+    f = tp.pmap(
+        lambda a, b, n=0, *, none=None: a - b * n,
+        static_broadcasted_argnames="n",
+        compile=EAGER,
+    )
+    compiled = f.lower(b=X, a=X + 1, n=1, none=None).compile()
+    for _ in range(2):
+        assert compiled(none=None, n=1, a=X + 1, b=X).tolist() == [1.0] * 4
+        assert compiled(b=X.numpy(), a=put(X + 1), n=1, none=None).tolist() == [1.0] * 4
+    with pytest.raises(TypeError, match="argument n compiled with the static value 1 and called"):
+        compiled(a=X + 1, b=X, n=2, none=None)
+    with pytest.raises(TypeError, match=r"none compiled with None and called with float32\[4\]"):
+        compiled(a=X + 1, b=X, n=1, none=X)
+    with pytest.raises(TypeError, match=r"argument b compiled with float32\[4\] .* with None"):
+        compiled(a=X + 1, b=None, n=1, none=None)
+    with pytest.raises(TypeError, match=r"argument b has the layout torch\.sparse_coo"):
+        compiled(a=X + 1, b=X.to_sparse(), n=1, none=None)
+
+
+def test_transforms_of_a_compiled_call():
+    weight = torch.tensor(2.0, requires_grad=True)
+    compiled = tp.pmap(lambda x: weight * x**3, compile=EAGER).lower(X).compile()
+    x = X.clone().requires_grad_()
+    compiled(x).sum().backward()
+    assert x.grad.tolist() == (6 * X**2).tolist()
+    assert weight.grad.item() == (X**3).sum().item()
+    grad = torch.func.grad(lambda x: compiled(x).sum())
+    assert grad(X).tolist() == (6 * X**2).tolist()
+    assert torch.func.jvp(compiled, (X,), (X,))[1].tolist() == (6 * X**3).tolist()
+    rows = torch.arange(8.0).view(2, 4)
+    assert torch.func.vmap(compiled)(rows).tolist() == (2 * rows**3).tolist()
+    assert tp.pmap(lambda x: compiled(x * X), compile=EAGER)(X)[1].tolist() == (2 * X**3).tolist()
+
+
 # Number of traces --------------------------------------------------------------------------------
 
 

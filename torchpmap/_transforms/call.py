@@ -6,21 +6,24 @@ import contextlib
 import functools
 import inspect
 import operator
+import reprlib
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from torchpmap._base.ambient import Ambient
+from torchpmap._base.errors import kind_of
 from torchpmap._base.exact import Pictures, exact
 from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._base.sources import is_foreign
 from torchpmap._layout.grid import Cut, Grid
 from torchpmap._plan.lower import Target
+from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.compile import EAGER, Backend
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.escaped import Escaped
@@ -169,9 +172,52 @@ class CallArguments:
         """The entries for leaves that travel."""
         return [per_leaf[position] for position in self.positions]
 
+    def of_kinds(self) -> CallArguments:
+        """The same with the kinds of the leaves in their places, which keep no tensors."""
+        return replace(self, leaves=list(map(leaf_kind, self.leaves)))
+
+    def check_same(self, leaves: Sequence[Any], structure: Structure, options: MapOptions) -> None:
+        """Raise unless the arguments of another call are of these kinds."""
+        if structure != self.structure or structure.dict_order != self.structure.dict_order:
+            raise TypeError(
+                f"{options.prefix}: function compiled with input pytree {self.structure} does not "
+                f"match the input pytree it was called with: {structure}"
+            )
+        for path, leaf, known in zip(self.paths, leaves, self.leaves, strict=True):
+            describe(leaf, path, options)
+            kind = leaf_kind(leaf)
+            if kind != known:
+                raise TypeError(
+                    f"{options.prefix}: argument types differ from the types for which this "
+                    f"computation was compiled: argument {path} compiled with {told(known)} and "
+                    f"called with {told(kind)}"
+                )
+
     def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
         """The shape that the function sees of a leaf of this shape."""
         raise NotImplementedError
+
+
+def leaf_kind(leaf: Any) -> Any:
+    """What must be the same of an argument for the same program: a static value itself, of others
+    shape and dtype.
+    """
+    if leaf is None or isinstance(leaf, Static):
+        return leaf
+    tensor = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
+    return tuple(tensor.shape), tensor.dtype
+
+
+def told(kind: Any) -> str:
+    """A kind, as messages say it."""
+    if kind is None:
+        return "None"
+    if isinstance(kind, Static):
+        try:
+            return f"the static value {kind.value!r}"
+        except Exception:  # code of the user's, which no call needs
+            return f"the static value {reprlib.repr(kind.value)}"
+    return kind_of(*kind)
 
 
 def donated(

@@ -27,13 +27,7 @@ from torchpmap._base.busy import waiting
 from torchpmap._base.config import config
 from torchpmap._base.errors import TraceError, kind_of
 from torchpmap._base.sources import defined_at
-from torchpmap._base.torch_internals import (
-    break_graph,
-    is_traced,
-    is_transformed,
-    num_modes,
-)
-from torchpmap._layout import axis_stack
+from torchpmap._base.torch_internals import break_graph, is_transformed
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import with_sharding_constraint
@@ -58,7 +52,7 @@ from torchpmap._transforms.jit_program import (
 from torchpmap._transforms.jit_stores import Look, Storing, storing
 from torchpmap._transforms.jit_transforms import Body, Outline
 from torchpmap._transforms.jit_values import leaf_key
-from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, map_with, outside_dynamo
+from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, is_part, map_with, outside_dynamo
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import peek_key, streams_of
 
@@ -141,8 +135,7 @@ class Jitted(Made, Generic[_P, _R]):
 
     def _is_part(self) -> bool:
         """Whether a call is no program of its own: in a mapped function or a trace."""
-        is_part = axis_stack.bound() or (num_modes() and is_traced())
-        return bool(is_part or inline_mode.active())
+        return is_part() or inline_mode.active()
 
     @boundary
     def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> LoweredProgram:

@@ -13,6 +13,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import (
     Any,
     Concatenate,
@@ -63,6 +64,7 @@ from torchpmap._trace.pickling import Made
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
 from torchpmap._transforms.call import (
+    CallArguments,
     CallOptions,
     MapOptions,
     Static,
@@ -91,6 +93,11 @@ NO_PART_OF_A_GRAPH = (
 )
 
 _is_grad_enabled = torch.is_grad_enabled
+
+
+def is_part() -> bool:
+    """Whether a call is no program of its own: in a mapped function or a trace."""
+    return bool(axis_stack.bound() or (num_modes() and is_traced()))
 
 
 @disable_dynamo
@@ -214,9 +221,9 @@ class Mapped(Made, Generic[_P, _R]):
             if config.sought and nans.is_due():
                 again: dict[str, Any] = {"among": self._processes, "gathered": self._gathered}
                 return cast(_R, nans.checked(self, args, kwargs, self._options.name, **again))
-            if self._has_statics:
-                args, kwargs = cast(Any, self._split(args, kwargs))
-            is_inside = bool(axis_stack.bound() or (num_modes() and is_traced()))
+            if self._has_statics or len(kwargs) > 1:
+                args, kwargs = cast(Any, self._ordered(args, kwargs))
+            is_inside = is_part()
             if is_inside or inline_mode.active():
                 if not is_inside:
                     recording.lacks(self._options.prefix, "in this process")
@@ -238,8 +245,6 @@ class Mapped(Made, Generic[_P, _R]):
         return found
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(kwargs) > 1 and not self._takes_keywords:
-            kwargs = dict(sorted(kwargs.items()))
         leaves, structure = flatten_call(args, kwargs)
         key = (
             structure,
@@ -252,9 +257,8 @@ class Mapped(Made, Generic[_P, _R]):
                 ]
             ),
         )
-        runtime = current_runtime()
-        if runtime is not self._runtime or self._environment.changed():
-            self._forget(runtime, self._environment.change())
+        if current_runtime() is not self._runtime or self._environment.changed():
+            self._forget(self._environment.change())
         # most calls are like the one before, and comparing two keys is quicker than hashing one
         latest, prepared = self._latest
         if key != latest:
@@ -262,7 +266,7 @@ class Mapped(Made, Generic[_P, _R]):
             self._latest = key, prepared
         if prepared is not None and prepared.plan.holds():
             return self._run(prepared, leaves)
-        self._limit(runtime)
+        self._limit()
         call = self._preparation.arguments_of(args, kwargs)
         with waiting(None):  # for all that follows together, of which each part says what it is
             for _ in range(_MAX_TRACES):
@@ -270,7 +274,7 @@ class Mapped(Made, Generic[_P, _R]):
                 self._latest = key, prepared
                 if not prepared.surroundings.changed():
                     break
-                self._forget(runtime, self._environment.change())
+                self._forget(self._environment.change())
             assert prepared is not None
             with prepared.surroundings.tracing():  # running may trace gradients
                 return self._run(prepared, leaves)
@@ -284,29 +288,47 @@ class Mapped(Made, Generic[_P, _R]):
             TypeError, ValueError: as the call itself.
             TraceError: the function cannot be traced, or is never traced (``compile=False``).
         """
-        if self._has_statics:
-            args, kwargs = cast(Any, self._split(args, kwargs))
-        if len(kwargs) > 1 and not self._takes_keywords:
-            kwargs = cast(Any, dict(sorted(kwargs.items())))
-        runtime = current_runtime()
-        if runtime is not self._runtime or self._environment.changed():
-            self._forget(runtime, self._environment.change())
-        self._limit(runtime)
-        call = self._preparation.arguments_of(args, kwargs)
+        given = cast(Any, self._ordered(args, kwargs))
+        if current_runtime() is not self._runtime or self._environment.changed():
+            self._forget(self._environment.change())
+        self._limit()
+        call = self._preparation.arguments_of(*given)
         prepared = self._preparation.prepare(call, has_numbers=False)
-        if isinstance(prepared.plan, UncompiledPlan):
+        plan = prepared.plan
+        if isinstance(plan, UncompiledPlan):
             prefix = self._options.prefix
             raise TraceError(f"{prefix}: it runs as Python code: there is no graph to show")
-        given = prepared.positions, prepared.paths, prepared.layouts
-        giving_up = functools.partial(self._giving_up, prepared)
-        return Lowered(prepared.plan, call.structure, *given, giving_up)
+        known = replace(prepared, in_place=False), call.of_kinds()
+        run = functools.partial(self._run_compiled, *known)
+        return Lowered(plan, prepared.paths, prepared.layouts, run)
 
-    def _limit(self, runtime: Runtime) -> None:
+    def _run_compiled(
+        self, prepared: Prepared, known: CallArguments, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run what ``lower`` has prepared; ``known``: the kinds of the arguments."""
+        if is_part():
+            return self(*args, **kwargs)
+        leaves, structure = flatten_call(*self._ordered(args, kwargs))
+        known.check_same(leaves, structure, self._options)
+        return self._run(prepared, leaves)
+
+    def _ordered(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with the static ones wrapped, and those by name in the order that counts."""
+        if self._has_statics:
+            args, kwargs = self._split(args, kwargs)
+        if len(kwargs) > 1 and not self._takes_keywords:
+            kwargs = dict(sorted(kwargs.items()))
+        return args, kwargs
+
+    def _limit(self) -> None:
         """Forget all if there is too much: statics and shapes that never repeat, for example."""
         if max(len(self._prepared), self._preparation.num_plans) >= _MAX_PREPARED:
-            self._forget(runtime, f"it was called in more than {_MAX_PREPARED} ways")
+            self._forget(f"it was called in more than {_MAX_PREPARED} ways")
 
-    def _forget(self, runtime: Runtime, because: str) -> None:
+    def _forget(self, because: str) -> None:
+        runtime = current_runtime()
         self._prepared.clear()
         self._latest = None, None
         self._preparation.clear(because, in_new_pool=runtime is not self._runtime)

@@ -23,13 +23,13 @@ from torchpmap._plan.mapped_program import MappedProgram
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._sharded.tensor import ShardedTensor
-from torchpmap._sharded.transfer import check_open, host_tensor
+from torchpmap._sharded.transfer import check_open
 from torchpmap._trace.environment import Environment, Surroundings, tensors_of
 from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Program
 from torchpmap._trace.repetition import unrolled
 from torchpmap._trace.untraceable import Untraceable
-from torchpmap._transforms.call import CallArguments, MapOptions, Static
+from torchpmap._transforms.call import CallArguments, MapOptions, Static, leaf_kind, told
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import new_seed
 
@@ -233,7 +233,7 @@ class Preparation(Generic[_Call]):
     ) -> None:
         """Note and log a trace; ``broken``: why the plan for this kind of call does not hold."""
         names = [f"argument {path}" for path in call.paths]
-        kinds = dict(zip(names, map(_kind, call.leaves), strict=True))
+        kinds = dict(zip(names, map(told, call.of_kinds().leaves), strict=True))
         places = dict(zip(call.travelling(names), layouts, strict=True))
         self._retraces.tell(self.options, kinds, places, arguments, broken)
 
@@ -256,23 +256,6 @@ def refuse_aliased_donation(
                 )
 
 
-def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    tensor = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
-    return tuple(tensor.shape), tensor.dtype
-
-
-def _kind(leaf: Any) -> str:
-    if leaf is None:
-        return "None"
-    if isinstance(leaf, Static):
-        try:
-            return f"the static value {leaf.value!r}"
-        except Exception:  # code of the user's, which no call needs
-            return f"the static value {reprlib.repr(leaf.value)}"
-    shape, dtype = shape_and_dtype(leaf)
-    return kind_of(shape, dtype)
-
-
 def _described(call: CallArguments) -> str:
     """The first arguments of a call, as the function sees them: "arguments x float32[3], n = 2"."""
     found = []
@@ -281,7 +264,7 @@ def _described(call: CallArguments) -> str:
         if leaf is None or isinstance(leaf, Static):
             found.append(f"{path} = {reprlib.repr(None if leaf is None else leaf.value)}")
         else:
-            shape, dtype = shape_and_dtype(leaf)
+            shape, dtype = leaf_kind(leaf)
             found.append(f"{path} {kind_of(call.seen_shape(position, shape), dtype)}")
     if not found:
         return ""

@@ -27,8 +27,8 @@ from torchpmap._sharded.tensor import ShardedTensor, spans_processes
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.row_program import RowProgram
 from torchpmap._transforms.arguments import Options, RowArguments, split_statics, take_apart
-from torchpmap._transforms.call import Static
-from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
+from torchpmap._transforms.call import Static, leaf_kind
+from torchpmap._transforms.preparation import Decided, Preparation
 
 _Levels = list[tuple["RowPreparation", RowArguments]]
 """Mapped calls whose axes share the devices, the outermost first."""
@@ -191,7 +191,7 @@ def _here(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 def _layout_of(leaf: Any, cut: Cut, grid: Grid) -> Layout:
     """Where an argument goes; an unmapped one that all devices are known to share stays shared."""
-    shape, dtype = shape_and_dtype(leaf)
+    shape, dtype = leaf_kind(leaf)
     if cut:
         return grid.layout(shape, dtype, cut)
     is_known = type(leaf) is ShardedTensor and leaf.is_fully_replicated

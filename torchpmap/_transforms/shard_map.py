@@ -17,9 +17,10 @@ from torchpmap._layout.mesh import Mesh, PartitionSpec
 from torchpmap._runtime.current import check_devices
 from torchpmap._sharded.global_view import check_host_values
 from torchpmap._trace.block_program import BlockProgram, surrounding
+from torchpmap._transforms.call import leaf_kind
 from torchpmap._transforms.inline import run_here, run_inline
 from torchpmap._transforms.mapped import Mapped, map_with
-from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
+from torchpmap._transforms.preparation import Decided, Preparation
 from torchpmap._transforms.specs import (
     INFERRED,
     BlockArguments,
@@ -68,8 +69,10 @@ class BlockPreparation(Preparation[BlockArguments]):
         grid = Grid(devices, devices, call.sizes, mesh.axis_names)
         leaves = call.travelling(call.leaves)
         layouts = tuple(
-            grid.layout(*shape_and_dtype(leaf), cut or ())
-            for leaf, cut in zip(leaves, call.travelling(call.cuts), strict=True)
+            grid.layout(shape, dtype, cut or ())
+            for (shape, dtype), cut in zip(
+                map(leaf_kind, leaves), call.travelling(call.cuts), strict=True
+            )
         )
         self._check_equal(call, devices)
         return Decided(self.whole_program(call), grid, layouts, call.cuts)
