@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import (
@@ -83,6 +82,9 @@ _Instance = TypeVar("_Instance")
 _MAX_PREPARED = 4096
 """Prepared calls, and plans, that a function keeps."""
 
+_MAX_INSTANCES = 64
+"""Of a class, whose methods keep what was prepared for them; the oldest are forgotten."""
+
 _MAX_TRACES = 3
 """Of a call, if other threads change what the function reads while it is traced."""
 
@@ -106,40 +108,8 @@ def outside_dynamo(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     return call(*args, **kwargs)
 
 
-class _Method:
-    """A bound method that does not keep its instance alive."""
-
-    def __init__(
-        self, fun: Callable[..., Any], instance: Any, forget: Callable[[Any], Any]
-    ) -> None:
-        functools.update_wrapper(self, fun, updated=())
-        self._fun = fun
-        self._instance = weakref.ref(instance, forget)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        instance = self._instance()
-        assert instance is not None  # the caller of a mapped method holds it
-        return types.MethodType(self._fun, instance)
-
-    @__wrapped__.setter
-    def __wrapped__(self, _: Any) -> None:
-        """Ignore what update_wrapper sets: it is the unbound function."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        method: Any = self.__wrapped__
-        return types.MethodType, (self._fun, method.__self__)
-
-
 class Mapped(Made, Generic[_P, _R]):
     """A function mapped over devices, called like the function."""
-
-    __slots__ = ("__dict__", "__weakref__", "_instance")
-    _instance: Any
-    """Of a bound method; no part of the dict, which all handles of the method share."""
 
     __wrapped__: Callable[_P, _R]
     _split: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
@@ -167,10 +137,13 @@ class Mapped(Made, Generic[_P, _R]):
             expect_compiling()
         self._bound_methods: dict[int, Self] = {}
         """By id of the instance: equal instances need not be the same."""
-        self._handle: Callable[[], Self | None] = lambda: None
-        """Of a bound method, a weak reference to what the caller holds."""
 
     def __reduce__(self) -> Any:
+        fun = self._fun
+        if isinstance(fun, types.MethodType):
+            found = getattr(fun.__self__, fun.__name__, None)
+            if isinstance(found, Mapped) and found._fun == fun:
+                return getattr, (fun.__self__, fun.__name__)
         return reduced(self)
 
     def made_of(self) -> tuple[Any, ...]:
@@ -195,23 +168,13 @@ class Mapped(Made, Generic[_P, _R]):
             return self
         if self._counts_self:
             return types.MethodType(self, instance)
-        key = id(instance)
-        bound = self._bound_methods.get(key)
+        bound = self._bound_methods.get(id(instance))
         if bound is None:
-            try:
-                method = _Method(self._fun, instance, lambda _: self._bound_methods.pop(key, None))
-            except TypeError:  # takes no weak references
-                return self._made(types.MethodType(self._fun, instance))
-            bound = self._bound_methods[key] = self._made(method)
-        return bound._handle() or bound._held_with(instance)
-
-    def _held_with(self, instance: Any) -> Self:
-        """This, for a caller who may hold nothing else of the instance: ``Model().method(x)``."""
-        handle = object.__new__(type(self))
-        handle.__dict__ = self.__dict__
-        handle._instance = instance
-        self._handle = weakref.ref(handle)
-        return handle
+            bound = self._made(types.MethodType(self._fun, instance))
+            if len(self._bound_methods) >= _MAX_INSTANCES:  # what a method watches keeps each alive
+                del self._bound_methods[next(iter(self._bound_methods))]
+            self._bound_methods[id(instance)] = bound
+        return bound
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if is_dynamo_compiling():
@@ -391,8 +354,7 @@ class Mapped(Made, Generic[_P, _R]):
                 raise NotImplementedError(text) from verdict
             values = [make_sharded(*output) for output in done.outputs]
             return done.tree(without_derivative(values, NotImplementedError, text, leaves))
-        instance = getattr(self, "_instance", None)
-        results = call_differentiable(differentiable, leaves, done, instance)
+        results = call_differentiable(differentiable, leaves, done)
         return (differentiable.plan.tree if done is None else done.tree)(results)
 
     def _giving_up(self, prepared: Prepared, leaves: Sequence[Any]) -> Callable[[], None] | None:
