@@ -42,7 +42,7 @@ from torchpmap._transforms import nans
 from torchpmap._transforms.call import reduced
 from torchpmap._transforms.jit_containers import Changes, NotingChanges, are_given_twice
 from torchpmap._transforms.jit_program import (
-    JitCall,
+    SHARED,
     JitOptions,
     LoweredProgram,
     Options,
@@ -51,7 +51,7 @@ from torchpmap._transforms.jit_program import (
 )
 from torchpmap._transforms.jit_stores import Look, Storing, storing
 from torchpmap._transforms.jit_transforms import Body, Outline
-from torchpmap._transforms.jit_values import leaf_key
+from torchpmap._transforms.jit_values import JitCall, leaf_key
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, is_part, map_with, outside_dynamo
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import peek_key, streams_of
@@ -144,7 +144,7 @@ class Jitted(Made, Generic[_P, _R]):
         Raises:
             TraceError: the function cannot be traced, or is never traced (``compile=False``).
         """
-        call = JitCall(self._fun, args, kwargs)
+        call = self._taken(args, kwargs)
         program = self._program(call, self._make)[0] if self._is_traced else None
         if program is None:
             prefix = self._options.prefix
@@ -155,8 +155,10 @@ class Jitted(Made, Generic[_P, _R]):
         program, taken = self._program_of(args, kwargs, self._make)
         if program is None:
             return self._by_operation(args, kwargs)
-        if program.refuses(taken) or program.changes.meet((args, kwargs)):
-            reason = "it writes to an argument that shares its value with another or a closure"
+        reason = program.refuses(taken)
+        if reason is None and program.changes.meet((args, kwargs)):
+            reason = SHARED
+        if reason is not None:
             verdict = Untraceable(reason, self._options.where, "a copy of one of them")
             self._traces.untraced(self._options, verdict, _BY_OPERATION)
             return self._by_operation(args, kwargs)
@@ -178,11 +180,14 @@ class Jitted(Made, Generic[_P, _R]):
             return self.__wrapped__(*args, **kwargs)
         return outline.changes.put_back(outline.call(taken), (args, kwargs))
 
+    def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JitCall:
+        return JitCall(self._fun, args, kwargs, self._options.prefix)
+
     def _program_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], make: Callable[..., Any]
     ) -> _Found:
         try:
-            return self._program(JitCall(self._fun, args, kwargs), make)
+            return self._program(self._taken(args, kwargs), make)
         except TraceError:
             raise
         except Exception:
@@ -220,6 +225,7 @@ class Jitted(Made, Generic[_P, _R]):
         return None
 
     def _traced(self, key: Hashable, call: JitCall, make: Callable[..., Any]) -> _Found:
+        call.check()
         self._note(call, make is not self._make)
         call.fun = noting = NotingChanges(call.fun, self._options.where)
         objects = tuple(call.objects())
@@ -273,7 +279,7 @@ class Jitted(Made, Generic[_P, _R]):
 
     def _note(self, call: JitCall, is_outline: bool) -> None:
         """Count a trace, and warn if there are too many."""
-        named = dict(zip(call.structure.paths("argument"), call.leaves, strict=True))
+        named = dict(zip(call.names, call.leaves, strict=True))
         tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
         places = {name: x._alive()[0] for name, x in tensors.items() if type(x) is ShardedTensor}
         kinds: dict[str, Hashable] = {name: _described(x) for name, x in named.items()}
