@@ -80,7 +80,7 @@ _R = TypeVar("_R")
 _Instance = TypeVar("_Instance")
 
 _MAX_PREPARED = 4096
-"""Prepared calls, and plans, that a function keeps."""
+"""Calls that a function keeps prepared."""
 
 _MAX_INSTANCES = 64
 """Of a class, whose methods keep what was prepared for them; the oldest are forgotten."""
@@ -128,7 +128,7 @@ class Mapped(Made, Generic[_P, _R]):
         self._options = options
         self._runtime: Runtime | None = None
         self._preparation = preparation
-        self._prepared: dict[Hashable, Prepared] = {}
+        self._prepared = preparation.prepared
         self._takes_keywords = takes_keywords(fun)
         """Whether the function may see the order of keyword arguments."""
         self._latest: tuple[Hashable, Prepared | None] = (None, None)
@@ -287,12 +287,11 @@ class Mapped(Made, Generic[_P, _R]):
 
     def _limit(self) -> None:
         """Forget all if there is too much: statics and shapes that never repeat, for example."""
-        if max(len(self._prepared), self._preparation.num_plans) >= _MAX_PREPARED:
+        if len(self._prepared) >= _MAX_PREPARED:
             self._forget(f"it was called in more than {_MAX_PREPARED} ways")
 
     def _forget(self, because: str) -> None:
         runtime = current_runtime()
-        self._prepared.clear()
         self._latest = None, None
         self._preparation.clear(because, in_new_pool=runtime is not self._runtime)
         self._runtime = runtime

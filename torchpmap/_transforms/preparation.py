@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -45,21 +46,29 @@ class Prepared:
 
     plan: Plan | UncompiledPlan
     surroundings: Surroundings
+    in_place: bool
+    """Whether the key says that every block is where the plan wants it."""
     positions: tuple[int, ...]
     """Leaves that travel as blocks."""
     layouts: tuple[Layout, ...]
-    in_place: bool
-    """Whether the key says that every block is where the plan wants it."""
-    direct: Plan | None
-    """The plan, if its outputs need nothing more (``Plan.has_final_outputs``)."""
-    is_lone: bool
-    """Whether ``direct`` returns one value, in no container."""
     donated: tuple[int, ...]
     paths: tuple[str, ...]
     program: Program
     grid: Grid
     arguments: str
     """As notes and logs name them."""
+
+    @functools.cached_property
+    def direct(self) -> Plan | None:
+        """The plan, if its outputs need nothing more (``Plan.has_final_outputs``)."""
+        return self.plan if isinstance(self.plan, Plan) and self.plan.has_final_outputs else None
+
+    @functools.cached_property
+    def is_lone(self) -> bool:
+        """Whether ``direct`` returns one value, in no container."""
+        return (
+            self.direct is not None and self.direct.structure.root is None and not self.direct.nones
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,22 +93,18 @@ class Preparation(Generic[_Call]):
         self.options = options
         self.environment = Environment(fun)
         """As of the traces of all plans."""
-        self._plans: dict[Hashable, Plan | UncompiledPlan] = {}
+        self.prepared: dict[Hashable, Prepared] = {}
+        """By the keys of calls, and by what their plans depend on, which is less."""
         self._differentiables: dict[Plan | UncompiledPlan, MappedProgram] = {}
         self._told_of_loops = False
         self._seed = new_seed()
         self._retraces = Retraces()
 
-    @property
-    def num_plans(self) -> int:
-        """How many plans there are."""
-        return len(self._plans)
-
     def clear(self, because: str, *, in_new_pool: bool = False) -> None:
         """Forget all plans; ``because``: why, as logs say it."""
-        if self._plans:
+        if self.prepared:
             self._retraces.because = because
-        self._plans.clear()
+        self.prepared.clear()
         self._differentiables.clear()
         if in_new_pool:
             self._retraces.clear()
@@ -157,29 +162,18 @@ class Preparation(Generic[_Call]):
             layouts,
             decided.key,
         )
-        arguments = _described(call)
-        plan = self._plans.get(kind)
-        if plan is None or not plan.holds():
-            broken = plan.broken_by() if isinstance(plan, Plan) else ""
-            if plan is not None:
-                self._differentiables.pop(plan, None)
+        found = self.prepared.get(kind)
+        if found is None or not found.plan.holds():
+            broken = ""
+            if found is not None:
+                self._differentiables.pop(found.plan, None)
+                broken = found.plan.broken_by() if isinstance(found.plan, Plan) else ""
+            arguments = _described(call)
             self._note_trace(call, layouts, arguments, broken)
-            plan = self._plans[kind] = self._make_plan(program, layouts, grid, arguments)
-        direct = plan if isinstance(plan, Plan) and plan.has_final_outputs else None
-        return Prepared(
-            plan,
-            surroundings,
-            call.positions,
-            layouts,
-            in_place,
-            direct,
-            direct is not None and direct.structure.root is None and not direct.nones,
-            call.donated,
-            paths,
-            program,
-            grid,
-            arguments,
-        )
+            plan = self._make_plan(program, layouts, grid, arguments)
+            known = call.positions, layouts, call.donated, paths, program, grid, arguments
+            found = self.prepared[kind] = Prepared(plan, surroundings, in_place, *known)
+        return replace(found, surroundings=surroundings, in_place=in_place)
 
     def differentiable(self, prepared: Prepared) -> MappedProgram:
         """The call as transforms see it."""
