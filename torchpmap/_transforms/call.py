@@ -21,7 +21,7 @@ from torchpmap._base.errors import kind_of
 from torchpmap._base.exact import Pictures, exact
 from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._base.sources import is_foreign
-from torchpmap._layout.grid import Cut, Grid
+from torchpmap._layout.grid import Cut, Grid, block_shape
 from torchpmap._plan.lower import Target
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.compile import EAGER, Backend
@@ -145,6 +145,8 @@ class CallArguments:
     is_donated: tuple[bool, ...]
     cuts: tuple[Cut | None, ...]
     """Per leaf; None for static and empty leaves."""
+    sizes: tuple[int, ...]
+    """Of the grid that they cut values over."""
 
     @property
     def template(self) -> tuple[Block | Constant, ...]:
@@ -195,7 +197,7 @@ class CallArguments:
 
     def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
         """The shape that the function sees of a leaf of this shape."""
-        raise NotImplementedError
+        return block_shape(shape, self.cuts[position] or (), self.sizes)
 
 
 def leaf_kind(leaf: Any) -> Any:

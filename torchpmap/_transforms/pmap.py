@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 import torch
 
@@ -66,12 +66,6 @@ class Pmapped(Mapped[_P, _R]):
         return (run_here if inside else run_inline)(self._preparation, call)
 
 
-class _Decorator(Protocol):
-    """``pmap(axis_name="i")``, without a function."""
-
-    def __call__(self, fun: Callable[_P, _R], /) -> Pmapped[_P, _R]: ...
-
-
 @overload
 def pmap(
     fun: Callable[_P, _R], axis_name: Hashable = None, **options: Unpack[PmapOptions]
@@ -79,7 +73,7 @@ def pmap(
 @overload
 def pmap(
     fun: None = None, axis_name: Hashable = None, **options: Unpack[PmapOptions]
-) -> _Decorator: ...
+) -> Callable[[Callable[_P, _R]], Pmapped[_P, _R]]: ...
 @boundary
 def pmap(
     fun: Callable[..., Any] | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
@@ -17,13 +17,12 @@ from torchpmap._layout.mesh import Mesh, PartitionSpec
 from torchpmap._runtime.current import check_devices
 from torchpmap._sharded.global_view import check_host_values
 from torchpmap._trace.block_program import BlockProgram, surrounding
-from torchpmap._transforms.call import leaf_kind
+from torchpmap._transforms.call import CallArguments, leaf_kind
 from torchpmap._transforms.inline import run_here, run_inline
 from torchpmap._transforms.mapped import Mapped, map_with
 from torchpmap._transforms.preparation import Decided, Preparation
 from torchpmap._transforms.specs import (
     INFERRED,
-    BlockArguments,
     BlockOptions,
     ShardMapOptions,
     check_names,
@@ -36,15 +35,15 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class BlockPreparation(Preparation[BlockArguments]):
+class BlockPreparation(Preparation[CallArguments]):
     """The plans of a function that gets blocks."""
 
     options: BlockOptions
 
-    def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockArguments:
+    def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         return take_blocks(self._fun, self.options, args, kwargs)
 
-    def whole_program(self, call: BlockArguments) -> BlockProgram:
+    def whole_program(self, call: CallArguments) -> BlockProgram:
         options, mesh = self.options, self.options.the_mesh
         return BlockProgram(
             self._fun,
@@ -62,7 +61,7 @@ class BlockPreparation(Preparation[BlockArguments]):
             options.check_vma,
         )
 
-    def decide(self, call: BlockArguments) -> Decided:
+    def decide(self, call: CallArguments) -> Decided:
         mesh = self.options.the_mesh
         devices = tuple(mesh.devices.flat)
         check_devices(devices)
@@ -77,7 +76,7 @@ class BlockPreparation(Preparation[BlockArguments]):
         self._check_equal(call, devices)
         return Decided(self.whole_program(call), grid, layouts, call.cuts)
 
-    def _check_equal(self, call: BlockArguments, devices: Sequence[Device]) -> None:
+    def _check_equal(self, call: CallArguments, devices: Sequence[Device]) -> None:
         """Raise if processes pass different host values; once for each kind of call, as it waits
         for all of them.
         """
@@ -169,18 +168,14 @@ def _refuse_other_mesh(options: BlockOptions) -> None:
     )
 
 
-class _Decorator(Protocol):
-    """``shard_map(mesh=...)`` or ``smap(...)``, without a function."""
-
-    def __call__(self, f: Callable[_P, _R], /) -> ShardMapped[_P, _R]: ...
-
-
 @overload
 def shard_map(
     f: Callable[_P, _R], /, **options: Unpack[ShardMapOptions]
 ) -> ShardMapped[_P, _R]: ...
 @overload
-def shard_map(f: None = None, /, **options: Unpack[ShardMapOptions]) -> _Decorator: ...
+def shard_map(
+    f: None = None, /, **options: Unpack[ShardMapOptions]
+) -> Callable[[Callable[_P, _R]], ShardMapped[_P, _R]]: ...
 @boundary
 def shard_map(
     f: Callable[..., Any] | None = None,
@@ -263,7 +258,7 @@ def smap(
 @overload
 def smap(
     f: None = None, /, *, in_axes: Any = ..., out_axes: Any, axis_name: Hashable, **options: Any
-) -> _Decorator: ...
+) -> Callable[[Callable[_P, _R]], ShardMapped[_P, _R]]: ...
 @boundary
 def smap(
     f: Callable[..., Any] | None = None,

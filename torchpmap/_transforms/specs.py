@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Required, TypedDict
 
@@ -15,7 +15,7 @@ import torch
 
 from torchpmap._base.axis_spec import argument_names, broadcast_axes, in_a_list
 from torchpmap._base.pytree import flatten, flatten_call
-from torchpmap._layout.grid import Cut, block_shape
+from torchpmap._layout.grid import Cut
 from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace.block_program import cut_of_spec
@@ -96,17 +96,6 @@ class BlockOptions(MapOptions):
     def manual(self) -> frozenset[Hashable]:
         """The axes that are bound inside."""
         return self.axis_names or frozenset(self.the_mesh.axis_names)
-
-
-@dataclass(frozen=True)
-class BlockArguments(CallArguments):
-    """A call of a function that gets blocks."""
-
-    sizes: tuple[int, ...]
-    """Of the mesh."""
-
-    def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
-        return block_shape(shape, self.cuts[position] or (), self.sizes)
 
 
 def make_block_options(
@@ -213,7 +202,7 @@ def _specs_of(options: BlockOptions, args: tuple[Any, ...]) -> list[Any]:
 
 def take_blocks(
     fun: Callable[..., Any], options: BlockOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> BlockArguments:
+) -> CallArguments:
     """Check a call (statics already wrapped) against the options; raises before anything is traced
     or sent.
     """
@@ -240,7 +229,7 @@ def take_blocks(
         _check_shape(options, path, chosen, shape, dtype)
         cuts.append(cut_of_spec(chosen, mesh.axis_names))
     flags, sizes = donated(args, {}, options.donate_argnums, ()), tuple(mesh.devices.shape)
-    return BlockArguments(leaves, structure, tuple(paths), flags, tuple(cuts), sizes)
+    return CallArguments(leaves, structure, tuple(paths), flags, tuple(cuts), sizes)
 
 
 def _found_spec(leaf: Any, path: str, options: BlockOptions) -> PartitionSpec | None:
