@@ -194,6 +194,22 @@ def test_transforms_of_a_compiled_call():
     assert tp.pmap(lambda x: compiled(x * X), compile=EAGER)(X)[1].tolist() == (2 * X**3).tolist()
 
 
+def test_a_compiled_call_notices_what_has_changed():
+    number, read = [2.0], torch.tensor(2.0)
+    for change, fun in (
+        (lambda: number.__setitem__(0, 3.0), lambda x: x * number[0]),
+        (lambda: read.fill_(3.0), lambda x: x * read.item()),
+    ):
+        f = tp.pmap(fun, compile=EAGER)
+        compiled = f.lower(X).compile()
+        assert compiled(X).tolist() == (X * 2).tolist()
+        change()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="has changed since it was lowered"):
+                compiled(X)
+            assert f(X).tolist() == f.lower(X).compile()(X).tolist() == (X * 3).tolist()
+
+
 # Number of traces --------------------------------------------------------------------------------
 
 

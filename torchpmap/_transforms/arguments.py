@@ -160,10 +160,7 @@ def take_apart(
     leaves, structure = flatten_call(args, kwargs)
     paths = structure.call_paths(names)
     axes = [*_positional_axes(options, names, args, kwargs), *_keyword_axes(options, kwargs)]
-    infos = []
-    for path, leaf in zip(paths, leaves, strict=True):
-        shape, dtype = describe(leaf, path, options)
-        infos.append((path, shape, dtype))
+    infos = [describe(leaf, path, options) for path, leaf in zip(paths, leaves, strict=True)]
     size = mapped_axis_size(infos, axes, what="pmap", axis_size=options.axis_size)
     if size is None:
         size = num_devices if options.devices is not None else None

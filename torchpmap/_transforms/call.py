@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.ambient import Ambient
+from torchpmap._base.axis_spec import LeafInfo
 from torchpmap._base.errors import kind_of
 from torchpmap._base.exact import Pictures, exact
 from torchpmap._base.pytree import Structure, flatten_call
@@ -235,9 +236,10 @@ def donated(
     return tuple(flag for flag, x in given for _ in range(flatten_call((x,), {})[1].num_leaves))
 
 
-def describe(leaf: Any, path: str, options: MapOptions) -> tuple[tuple[int, ...] | None, str]:
+def describe(leaf: Any, path: str, options: MapOptions) -> LeafInfo:
+    """An argument, or the error for what can be none."""
     if leaf is None or isinstance(leaf, Static):
-        return None, "none"
+        return path, None, "none"
     what = f"{options.prefix}: argument {path}"
     if isinstance(leaf, Escaped):
         leaf.refuse(what)
@@ -245,15 +247,13 @@ def describe(leaf: Any, path: str, options: MapOptions) -> tuple[tuple[int, ...]
         reason = oddity(leaf)
         if reason is not None:
             raise TypeError(f"{what} {reason}")
-        return tuple(leaf.shape), str(leaf.dtype)
-    if isinstance(leaf, np.ndarray | np.generic):
+    elif isinstance(leaf, np.ndarray | np.generic):
         check_dtype(leaf, what)
-        return tuple(leaf.shape), str(leaf.dtype)
-    if isinstance(leaf, bool | int | float | complex):
+    elif isinstance(leaf, bool | int | float | complex):
         check_number(leaf, what)
-        return (), type(leaf).__name__
-    if hasattr(leaf, "__dlpack__"):
-        return tuple(leaf.shape), str(leaf.dtype)
+        return path, (), type(leaf).__name__
+    if hasattr(leaf, "__dlpack__") or isinstance(leaf, np.generic):
+        return path, tuple(leaf.shape), str(leaf.dtype)
     raise TypeError(
         f"{what} has type {type(leaf).__name__}, but a mapped function takes tensors, numpy "
         f"arrays, numbers and None (in any pytree). {options.static_advice}, "

@@ -11,7 +11,6 @@ import reprlib
 import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, cast, overload
@@ -122,8 +121,10 @@ class Jitted(Made, Generic[_P, _R]):
             return cast(_R, fun(*args, **kwargs))
         try:
             if config.sought and nans.is_due():
-                again = nullcontext if not self._is_traced else _with_numbers_of_next
-                return cast(_R, nans.checked(self, args, kwargs, self._options.name, again=again))
+                again: dict[str, Any] = {}
+                if self._is_traced:  # with the random numbers that the next call draws
+                    again["again"] = lambda: streams_of(peek_key())
+                return cast(_R, nans.checked(self, args, kwargs, self._options.name, **again))
             if not self._is_traced:
                 return cast(_R, self._by_operation(args, kwargs))
             if is_transformed():
@@ -298,7 +299,8 @@ class _Derived(Jitted[..., Any]):
     """A derivative or a batched form of a jitted function, on tensors that no transform follows."""
 
     def __init__(self, of: Jitted[..., Any], body: Body, alike: Sequence[int]) -> None:
-        super().__init__(_no_surroundings, replace(of._options, out_shardings=None))
+        # what ``Outline`` watches is read by the function that is derived
+        super().__init__(cast(Any, lambda: None), replace(of._options, out_shardings=None))
         self._options = of._options
         self._fun = lambda *tensors: body(tensors)
         self._make = functools.partial(Program, alike=alike)
@@ -313,15 +315,6 @@ def _outlined(complete: Callable[..., Any], call: JitCall, look: Look, where: st
         if not slot.is_mode:
             raise slot.refusal(where)
     return program
-
-
-def _with_numbers_of_next() -> AbstractContextManager[None]:
-    """Random numbers are those that the next call of a program draws."""
-    return streams_of(peek_key())
-
-
-def _no_surroundings() -> None:
-    """What ``Outline`` watches is read by the function that is derived."""
 
 
 def _laid_out(fun: Callable[..., Any], out_shardings: Any, *args: Any, **kwargs: Any) -> Any:

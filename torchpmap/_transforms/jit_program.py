@@ -113,7 +113,9 @@ class Program:
         self._inputs = [self._input(x, seed, place(x), traced) for x in traced.captured]
         self._inputs += [Value(Argument(k), place(x)) for k, x in enumerate(tensors)]
         self._check_equal(call, options.prefix, devices)
-        self._direct = [each.closed_over() for each in self._inputs]
+        places = (x.place if isinstance(x, Value) else None for x in self._inputs)
+        self._direct: list[Any] = [x.tensor if isinstance(x, ClosedOver) else None for x in places]
+        """The tensors that are the same in each call, and lie as they did in the first."""
         inputs_of = {id(x): k for k, x in enumerate(traced.captured)}
         self._counted = [inputs_of[id(each.vector)] for each in traced.counted]
         """Places of the inputs that follow what a call returns."""

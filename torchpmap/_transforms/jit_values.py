@@ -211,10 +211,6 @@ class Value(NamedTuple):
     place: Place
     layout: Layout
 
-    def closed_over(self) -> Any:
-        """The tensor, if it is the same in each call, and lies as it did in the first."""
-        return self.place.tensor if isinstance(self.place, ClosedOver) else None
-
     def given(self, tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple[str, Any]:
         """What a message calls it, and its value; ``paths``: of the tensors."""
         place = self.place
@@ -229,9 +225,6 @@ class Kept(NamedTuple):
     """A tensor of this process, or the key of random numbers, as an input."""
 
     captured: Captured
-
-    def closed_over(self) -> None:
-        return None
 
     def given(self, tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple[str, Any]:
         if isinstance(self.captured, Drawn):
@@ -255,9 +248,6 @@ class StepNumbers:
         self._held: tuple[bytes, Handle] | None = None
         """Values, and where the devices have them."""
         _holders.add(self)
-
-    def closed_over(self) -> None:
-        return None
 
     def given(self, tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple[str, Any]:
         values = torch.tensor(self.numbers.read(), dtype=torch.float64)

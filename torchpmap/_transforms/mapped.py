@@ -261,8 +261,8 @@ class Mapped(Made, Generic[_P, _R]):
         if isinstance(plan, UncompiledPlan):
             prefix = self._options.prefix
             raise TraceError(f"{prefix}: it runs as Python code: there is no graph to show")
-        known = replace(prepared, in_place=False), call.of_kinds()
-        run = functools.partial(self._run_compiled, *known)
+        kept = replace(prepared, in_place=False, surroundings=prepared.surroundings.copy())
+        run = functools.partial(self._run_compiled, kept, call.of_kinds())
         return Lowered(plan, prepared.paths, prepared.layouts, run)
 
     def _run_compiled(
@@ -273,6 +273,11 @@ class Mapped(Made, Generic[_P, _R]):
             return self(*args, **kwargs)
         leaves, structure = flatten_call(*self._ordered(args, kwargs))
         known.check_same(leaves, structure, self._options)
+        if not prepared.plan.holds() or prepared.surroundings.changed():
+            raise RuntimeError(
+                f"{self._options.prefix}: what the function reads from outside itself has changed "
+                "since it was lowered. Lower it again, or call the function, which notices it."
+            )
         return self._run(prepared, leaves)
 
     def _ordered(

@@ -89,19 +89,15 @@ def run_rows(program: Program, run_row: Callable[[int, Axis], T]) -> list[T]:
         for row in range(size)
     ]
     grads = meeting.grads
-    _run_to_end(threads)
-    meeting.grads = grads
-    if meeting.failure is not None:
-        raise meeting.failure
-    return [results[row] for row in range(size)]
-
-
-def _run_to_end(threads: Sequence[threading.Thread]) -> None:
     with _forward_mode():
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+    meeting.grads = grads
+    if meeting.failure is not None:
+        raise meeting.failure
+    return [results[row] for row in range(size)]
 
 
 @contextlib.contextmanager

@@ -221,7 +221,7 @@ def take_blocks(
     else:
         specs = _specs_of(options, args)
     cuts: list[Cut | None] = []
-    for path, spec, (shape, dtype) in zip(paths, specs, infos, strict=True):
+    for spec, (path, shape, dtype) in zip(specs, infos, strict=True):
         if shape is None:
             cuts.append(None)
             continue
