@@ -22,7 +22,7 @@ from torchpmap._base.config import check_timeout
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import call_prefix
 from torchpmap._base.pytree import flatten_call
-from torchpmap._layout.grid import cut_at, dim_of
+from torchpmap._layout.grid import cut_at
 from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.escaped import Escaped
 from torchpmap._transforms.call import (
@@ -78,28 +78,6 @@ class Options(MapOptions):
         return call_prefix("pmap", self.name, self.in_axes, self.axis_name)
 
 
-@dataclass(frozen=True)
-class RowArguments(CallArguments):
-    """A call of a function that gets rows."""
-
-    spans: bool
-    """Whether the rows are those of all processes, not only of this one."""
-
-    @property
-    def size(self) -> int:
-        """The number of rows."""
-        return self.sizes[0]
-
-    @property
-    def axes(self) -> tuple[int | None, ...]:
-        """Per leaf, the dim that is mapped."""
-        return tuple(dim_of(cut or (), 0) for cut in self.cuts)
-
-    def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
-        mapped = dim_of(self.cuts[position] or (), 0)
-        return [size for dim, size in enumerate(shape) if dim != mapped]
-
-
 def split_statics(
     options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -152,7 +130,7 @@ def take_apart(
     kwargs: dict[str, Any],
     num_devices: int | None,
     spans: bool = False,
-) -> RowArguments:
+) -> CallArguments:
     """Check a call (statics already wrapped) against the options; raises before anything is traced
     or sent.
     """
@@ -178,7 +156,7 @@ def take_apart(
         for axis, (_, shape, _) in zip(axes, infos, strict=True)
     )
     flags = donated(args, kwargs, options.donate_argnums, options.donate_argnames)
-    return RowArguments(leaves, structure, tuple(paths), flags, cuts, (size,), spans)
+    return CallArguments(leaves, structure, tuple(paths), flags, cuts, (size,), spans)
 
 
 def _positional_axes(

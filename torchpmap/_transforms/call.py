@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import operator
 import reprlib
-import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +19,7 @@ from torchpmap._base.errors import kind_of
 from torchpmap._base.exact import Pictures, exact
 from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._base.sources import is_foreign
-from torchpmap._layout.grid import Cut, Grid, block_shape
+from torchpmap._layout.grid import Cut, Grid, block_shape, dim_of
 from torchpmap._plan.lower import Target
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.compile import EAGER, Backend
@@ -148,6 +145,18 @@ class CallArguments:
     """Per leaf; None for static and empty leaves."""
     sizes: tuple[int, ...]
     """Of the grid that they cut values over."""
+    spans: bool | None = None
+    """Of rows, whether they are those of all processes, not only of this one; None of blocks."""
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return self.sizes[0]
+
+    @property
+    def axes(self) -> tuple[int | None, ...]:
+        """Per leaf, the dim of the rows."""
+        return tuple(dim_of(cut or (), 0) for cut in self.cuts)
 
     @property
     def template(self) -> tuple[Block | Constant, ...]:
@@ -198,7 +207,9 @@ class CallArguments:
 
     def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
         """The shape that the function sees of a leaf of this shape."""
-        return block_shape(shape, self.cuts[position] or (), self.sizes)
+        block = block_shape(shape, self.cuts[position] or (), self.sizes)
+        dropped = None if self.spans is None else self.axes[position]
+        return [size for dim, size in enumerate(block) if dim != dropped]
 
 
 def leaf_kind(leaf: Any) -> Any:
@@ -311,17 +322,6 @@ def as_tuple(value: Any, what: str, kind: type) -> tuple[Any, ...]:
             f"{what} must be {kind.__name__} or an iterable of {kind.__name__}, but got {value!r}."
         )
     return items
-
-
-def reduced(mapped: Any) -> Any:
-    """How a function that a front end has made is pickled: as functions are, by its name, if a
-    decorator has made it; but other processes have another ``__main__``.
-    """
-    with contextlib.suppress(AttributeError):  # another callable may have no name
-        module, name = sys.modules.get(mapped.__module__), mapped.__qualname__
-        if operator.attrgetter(name)(module) is mapped and mapped.__module__ != "__main__":
-            return name
-    return mapped.made_of()
 
 
 def name_of(fun: Any) -> str:

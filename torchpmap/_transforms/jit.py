@@ -38,7 +38,6 @@ from torchpmap._trace.pickling import Made
 from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
-from torchpmap._transforms.call import reduced
 from torchpmap._transforms.jit_containers import Changes, NotingChanges, are_given_twice
 from torchpmap._transforms.jit_program import (
     SHARED,
@@ -99,9 +98,6 @@ class Jitted(Made, Generic[_P, _R]):
 
     def __repr__(self) -> str:
         return f"<jit of {self._options.name}>"
-
-    def __reduce__(self) -> Any:
-        return reduced(self)
 
     def made_of(self) -> tuple[Any, ...]:
         return Jitted, (self.__wrapped__, self._options)

@@ -69,7 +69,6 @@ from torchpmap._transforms.call import (
     Static,
     check_function,
     name_of,
-    reduced,
     takes_keywords,
 )
 from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
@@ -120,7 +119,7 @@ class Mapped(Made, Generic[_P, _R]):
     """Whether a method's own arguments begin with ``self``: the instance is static."""
 
     def __init__(
-        self, fun: Callable[_P, _R], options: MapOptions, preparation: Preparation[Any]
+        self, fun: Callable[_P, _R], options: MapOptions, preparation: Preparation
     ) -> None:
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
@@ -144,7 +143,7 @@ class Mapped(Made, Generic[_P, _R]):
             found = getattr(fun.__self__, fun.__name__, None)
             if isinstance(found, Mapped) and found._fun == fun:
                 return getattr, (fun.__self__, fun.__name__)
-        return reduced(self)
+        return super().__reduce__()
 
     def made_of(self) -> tuple[Any, ...]:
         return type(self), (self._fun, self._options)
@@ -278,6 +277,8 @@ class Mapped(Made, Generic[_P, _R]):
                 f"{self._options.prefix}: what the function reads from outside itself has changed "
                 "since it was lowered. Lower it again, or call the function, which notices it."
             )
+        if config.sought:  # a call that is looked at runs again
+            return self(*args, **kwargs)
         return self._run(prepared, leaves)
 
     def _ordered(

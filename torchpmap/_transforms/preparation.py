@@ -9,7 +9,7 @@ import functools
 import reprlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -33,8 +33,6 @@ from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms.call import CallArguments, MapOptions, Static, leaf_kind, told
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import new_seed
-
-_Call = TypeVar("_Call", bound=CallArguments)
 
 _MAX_DESCRIBED = 8
 """How many arguments a note or a log names."""
@@ -83,7 +81,7 @@ class Decided:
     """What the plan depends on, besides the layouts and the leaves that stay."""
 
 
-class Preparation(Generic[_Call]):
+class Preparation:
     """The plans of one mapped function, by what they were made for.  A front end says what a call
     is (``arguments_of``), and how it lies on the devices (``decide``).
     """
@@ -109,23 +107,23 @@ class Preparation(Generic[_Call]):
         if in_new_pool:
             self._retraces.clear()
 
-    def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         """Check a call (statics already wrapped) against the options, and take it apart."""
         raise NotImplementedError
 
-    def decide(self, call: _Call) -> Decided:
+    def decide(self, call: CallArguments) -> Decided:
         """Choose devices and layouts, or raise what is wrong with a call; nothing is sent."""
         raise NotImplementedError
 
-    def whole_program(self, call: _Call) -> Program:
+    def whole_program(self, call: CallArguments) -> Program:
         """The program of a call that runs in the calling process, on whole arguments."""
         raise NotImplementedError
 
-    def check_devices(self, call: _Call) -> None:
+    def check_devices(self, call: CallArguments) -> None:
         """Raise the errors of choosing devices for a call."""
         self.decide(call)
 
-    def prepare(self, call: _Call, *, has_numbers: bool = True) -> Prepared:
+    def prepare(self, call: CallArguments, *, has_numbers: bool = True) -> Prepared:
         """Find or make the plan of a call; ``has_numbers``: whether the call is to run, so that its
         arguments need numbers.
         """
@@ -142,7 +140,9 @@ class Preparation(Generic[_Call]):
         with surroundings.tracing():
             return self._plan_for(call, decided, surroundings)
 
-    def _plan_for(self, call: _Call, decided: Decided, surroundings: Surroundings) -> Prepared:
+    def _plan_for(
+        self, call: CallArguments, decided: Decided, surroundings: Surroundings
+    ) -> Prepared:
         program, grid, layouts = decided.program, decided.grid, decided.layouts
         leaves, paths = call.travelling(call.leaves), tuple(call.travelling(call.paths))
         # before anything is sent
@@ -223,7 +223,7 @@ class Preparation(Generic[_Call]):
         return UncompiledPlan(program, grid, options.prefix, options.timeout, defined_at(self._fun))
 
     def _note_trace(
-        self, call: _Call, layouts: Sequence[Layout], arguments: str, broken: str
+        self, call: CallArguments, layouts: Sequence[Layout], arguments: str, broken: str
     ) -> None:
         """Note and log a trace; ``broken``: why the plan for this kind of call does not hold."""
         names = [f"argument {path}" for path in call.paths]

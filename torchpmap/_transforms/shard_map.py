@@ -35,7 +35,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class BlockPreparation(Preparation[CallArguments]):
+class BlockPreparation(Preparation):
     """The plans of a function that gets blocks."""
 
     options: BlockOptions
