@@ -167,6 +167,8 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         where = [_position(k, positions, len(args)) for k in positions]
+        if len(set(where)) < len(where):
+            raise TypeError(f"argnums={positions} must name each of {len(args)} arguments once.")
         leaves, structure = flatten(tuple(args[k] for k in where))
 
         shared, own = _split(mean_over)
