@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import numpy as np
 import torch
 
+from torchpmap._base.arrays import for_torch
 from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.errors import check_array, dtype_name, kind_of
 from torchpmap._base.pytree import flatten, replaced
@@ -263,7 +264,7 @@ def _differentiable(leaf: Any) -> torch.Tensor:
             f"{type(leaf).__name__}."
         )
     check_array(leaf, "grad: an argument")
-    tensor = leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf)
+    tensor = leaf if isinstance(leaf, torch.Tensor) else torch.tensor(for_torch(leaf))
     if not tensor.is_floating_point() and not tensor.is_complex():
         raise TypeError(
             "grad requires real- or complex-valued inputs (input dtype that is a sub-dtype of "
@@ -294,7 +295,7 @@ def _kinds(value: Any) -> str:
 def _scalar(value: Any) -> torch.Tensor:
     if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
         check_array(value, "grad: the result")
-        value = torch.tensor(value)
+        value = torch.tensor(for_torch(value))
     if not isinstance(value, torch.Tensor):
         is_pair = isinstance(value, tuple | list) and len(value) == 2
         hint = " Did you mean has_aux=True, for a pair (value, aux)?" if is_pair else ""

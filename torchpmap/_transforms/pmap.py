@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 import torch
 
+from torchpmap._base.arrays import for_torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
 from torchpmap._layout import axis_stack
@@ -49,7 +50,7 @@ class Pmapped(Mapped[_P, _R]):
         leaves = [
             (x.value if isinstance(x, Static) else x)
             if axis is None
-            else nans.whole(torch.as_tensor(x), axis)
+            else nans.whole(torch.as_tensor(for_torch(x)), axis)
             for x, axis in zip(call.leaves, call.axes, strict=True)
         ]
         found: tuple[Any, Any] = call.structure.unflatten(leaves)
