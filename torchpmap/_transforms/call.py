@@ -8,7 +8,7 @@ import reprlib
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -66,11 +66,9 @@ class MapOptions(CallOptions):
     """The options that mapped functions have."""
 
     randomness: str
-
-    @property
-    def static_advice(self) -> str:
-        """How an argument is made static."""
-        return "Make it static (static_broadcasted_argnums or static_broadcasted_argnames)"
+    static_advice: ClassVar[str] = (
+        "Make it static (static_broadcasted_argnums or static_broadcasted_argnames)"
+    )
 
 
 class Static:

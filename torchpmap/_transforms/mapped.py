@@ -198,7 +198,7 @@ class Mapped(Made, Generic[_P, _R]):
     def _processes(self) -> Sequence[int]:
         """Those that have made the latest call."""
         _, prepared = self._latest
-        devices = () if prepared is None else prepared.grid.axis_devices
+        devices = () if prepared is None else prepared.target.grid.axis_devices
         return sorted({device.process_index for device in devices})
 
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -30,7 +30,7 @@ from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Program
 from torchpmap._trace.repetition import unrolled
 from torchpmap._trace.untraceable import Untraceable
-from torchpmap._transforms.call import CallArguments, MapOptions, Static, leaf_kind, told
+from torchpmap._transforms.call import CallArguments, MapOptions, Static, told
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import new_seed
 
@@ -52,9 +52,7 @@ class Prepared:
     donated: tuple[int, ...]
     paths: tuple[str, ...]
     program: Program
-    grid: Grid
-    arguments: str
-    """As notes and logs name them."""
+    target: Target
 
     @functools.cached_property
     def direct(self) -> Plan | None:
@@ -64,9 +62,8 @@ class Prepared:
     @functools.cached_property
     def is_lone(self) -> bool:
         """Whether ``direct`` returns one value, in no container."""
-        return (
-            self.direct is not None and self.direct.structure.root is None and not self.direct.nones
-        )
+        direct = self.direct
+        return direct is not None and direct.structure.root is None and not direct.nones
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +140,7 @@ class Preparation:
     def _plan_for(
         self, call: CallArguments, decided: Decided, surroundings: Surroundings
     ) -> Prepared:
-        program, grid, layouts = decided.program, decided.grid, decided.layouts
+        program, layouts = decided.program, decided.layouts
         leaves, paths = call.travelling(call.leaves), tuple(call.travelling(call.paths))
         # before anything is sent
         refuse_aliased_donation(self.options.prefix, paths, call.donated, leaves)
@@ -168,10 +165,11 @@ class Preparation:
             if found is not None:
                 self._differentiables.pop(found.plan, None)
                 broken = found.plan.broken_by() if isinstance(found.plan, Plan) else ""
-            arguments = _described(call)
-            self._note_trace(call, layouts, arguments, broken)
-            plan = self._make_plan(program, layouts, grid, arguments)
-            known = call.positions, layouts, call.donated, paths, program, grid, arguments
+            given = decided.grid, self._seed, ambient(), defined_at(self._fun), _described(call)
+            target = self.options.target(*given)
+            self._note_trace(call, layouts, target.arguments, broken)
+            plan = self._make_plan(target, program, layouts)
+            known = call.positions, layouts, call.donated, paths, program, target
             found = self.prepared[kind] = Prepared(plan, surroundings, in_place, *known)
         return replace(found, surroundings=surroundings, in_place=in_place)
 
@@ -179,9 +177,8 @@ class Preparation:
         """The call as transforms see it."""
         found = self._differentiables.get(prepared.plan)
         if found is None:
-            target = self._target(prepared.grid, prepared.arguments)
             found = MappedProgram(
-                target,
+                prepared.target,
                 prepared.program,
                 prepared.layouts,
                 prepared.plan,
@@ -191,10 +188,6 @@ class Preparation:
             self._differentiables[prepared.plan] = found
         return found
 
-    def _target(self, grid: Grid, arguments: str) -> Target:
-        where = defined_at(self._fun)
-        return self.options.target(grid, self._seed, ambient(), where, arguments)
-
     def _outside(self) -> frozenset[int]:
         """Ids of the tensors that the function can reach, if transforms trace the call; else
         empty.
@@ -202,16 +195,11 @@ class Preparation:
         return frozenset(map(id, tensors_of(self._fun)) if is_transformed() else ())
 
     def _make_plan(
-        self,
-        program: Program,
-        layouts: tuple[Layout, ...],
-        grid: Grid,
-        arguments: str,
+        self, target: Target, program: Program, layouts: tuple[Layout, ...]
     ) -> Plan | UncompiledPlan:
         options = self.options
         if options.backend is not None:
             try:
-                target = self._target(grid, arguments)
                 plan = lower(target, program.run, layouts, self._outside())
             except Untraceable as verdict:
                 self._retraces.untraced(options, verdict, "without tracing (as compile=False)")
@@ -220,7 +208,7 @@ class Preparation:
                     self._told_of_loops = True
                     warn(f"{options.prefix}: {unrolled(plan.repeated)}")
                 return plan
-        return UncompiledPlan(program, grid, options.prefix, options.timeout, defined_at(self._fun))
+        return UncompiledPlan(program, target.grid, target.prefix, target.timeout, target.where)
 
     def _note_trace(
         self, call: CallArguments, layouts: Sequence[Layout], arguments: str, broken: str
@@ -253,12 +241,12 @@ def refuse_aliased_donation(
 def _described(call: CallArguments) -> str:
     """The first arguments of a call, as the function sees them: "arguments x float32[3], n = 2"."""
     found = []
-    leaves = list(zip(call.paths, call.leaves, strict=True))
-    for position, (path, leaf) in enumerate(leaves[:_MAX_DESCRIBED]):
-        if leaf is None or isinstance(leaf, Static):
-            found.append(f"{path} = {reprlib.repr(None if leaf is None else leaf.value)}")
+    leaves = list(zip(call.paths, call.of_kinds().leaves, strict=True))
+    for position, (path, kind) in enumerate(leaves[:_MAX_DESCRIBED]):
+        if kind is None or isinstance(kind, Static):
+            found.append(f"{path} = {reprlib.repr(kind and kind.value)}")
         else:
-            shape, dtype = leaf_kind(leaf)
+            shape, dtype = kind
             found.append(f"{path} {kind_of(call.seen_shape(position, shape), dtype)}")
     if not found:
         return ""

@@ -70,8 +70,22 @@ class RowPreparation(Preparation):
         num_devices = None if chosen is None else len(chosen if spans else _here(chosen))
         return take_apart(self._fun, options, args, kwargs, num_devices, spans)
 
-    def whole_program(self, call: CallArguments) -> RowProgram:
-        return self.program(call, call.size)
+    def whole_program(self, call: CallArguments, count: int = 1) -> RowProgram:
+        """``count``: the devices that share the rows."""
+        options = self.options
+        return RowProgram(
+            self._fun,
+            options.name,
+            options.prefix,
+            call.structure,
+            call.template,
+            (options.axis_name,),
+            (call.size // count,),
+            options.out_axes,
+            options.randomness,
+            self._seed,
+            options.check_replicated,
+        )
 
     def decide(self, call: CallArguments) -> Decided:
         levels = self._levels(call)
@@ -155,28 +169,12 @@ class RowPreparation(Preparation):
         product = " * ".join(map(str, sizes))
         return f"{text} For a pmap of a pmap, {product} = {math.prod(sizes)} devices will do too."
 
-    def program(self, call: CallArguments, lanes: int) -> RowProgram:
-        options = self.options
-        return RowProgram(
-            self._fun,
-            options.name,
-            options.prefix,
-            call.structure,
-            call.template,
-            (options.axis_name,),
-            (lanes,),
-            options.out_axes,
-            options.randomness,
-            self._seed,
-            options.check_replicated,
-        )
-
 
 def _program_of(levels: _Levels, grid: Grid) -> RowProgram:
     """The program of a call, with the programs inside it."""
     counts = (grid.sizes_here[0], *grid.sizes[1:])
     programs = [
-        preparation.program(call, call.size // count)
+        preparation.whole_program(call, count)
         for (preparation, call), count in zip(levels, counts, strict=True)
     ]
     return functools.reduce(lambda inner, own: own.of(inner, grid.sizes), reversed(programs))

@@ -8,7 +8,7 @@ import math
 import reprlib
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Required, TypedDict
+from typing import Any, ClassVar, Required, TypedDict
 
 import numpy as np
 import torch
@@ -74,6 +74,7 @@ class BlockOptions(MapOptions):
     """Empty: all axes of the mesh."""
     check_vma: bool
     donate_argnums: tuple[int, ...]
+    static_advice: ClassVar[str] = "Make it static (None in its place in in_specs)"
 
     @property
     def prefix(self) -> str:
@@ -81,10 +82,6 @@ class BlockOptions(MapOptions):
         short.maxdict = short.maxlist = short.maxtuple = 8
         specs = f"in_specs={short.repr(self.in_specs)}, out_specs={short.repr(self.out_specs)}"
         return f"shard_map({self.name}, {specs})(<inputs>)"
-
-    @property
-    def static_advice(self) -> str:
-        return "Make it static (None in its place in in_specs)"
 
     @property
     def the_mesh(self) -> Mesh:
