@@ -170,8 +170,8 @@ class Mapped(Made, Generic[_P, _R]):
         bound = self._bound_methods.get(id(instance))
         if bound is None:
             bound = self._made(types.MethodType(self._fun, instance))
-            if len(self._bound_methods) >= _MAX_INSTANCES:  # what a method watches keeps each alive
-                del self._bound_methods[next(iter(self._bound_methods))]
+            if len(self._bound_methods) >= _MAX_INSTANCES:  # what a method reads keeps it alive
+                self._bound_methods.pop(next(iter(self._bound_methods)), None)
             self._bound_methods[id(instance)] = bound
         return bound
 
