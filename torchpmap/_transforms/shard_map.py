@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 from torchpmap._base.boundary import boundary
-from torchpmap._base.devices import Device
 from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_internals import innermost, outside_transforms
 from torchpmap._layout.current_mesh import current_mesh
@@ -73,22 +72,12 @@ class BlockPreparation(Preparation):
                 map(leaf_kind, leaves), call.travelling(call.cuts), strict=True
             )
         )
-        self._check_equal(call, devices)
+        prefix, paths = self.options.prefix, call.travelling(call.paths)
+        pairs = zip(paths, leaves, strict=True)
+        with outside_transforms():  # once for each kind of call, as it waits for all processes
+            named = {f"{prefix}: argument {path}": innermost(leaf) for path, leaf in pairs}
+            check_host_values(named, devices)
         return Decided(self.whole_program(call), grid, layouts, call.cuts)
-
-    def _check_equal(self, call: CallArguments, devices: Sequence[Device]) -> None:
-        """Raise if processes pass different host values; once for each kind of call, as it waits
-        for all of them.
-        """
-        pairs = zip(call.travelling(call.paths), call.travelling(call.leaves), strict=True)
-        with outside_transforms():
-            check_host_values(
-                {
-                    f"{self.options.prefix}: argument {path}": innermost(leaf)
-                    for path, leaf in pairs
-                },
-                devices,
-            )
 
 
 class ShardMapped(Mapped[_P, _R]):
