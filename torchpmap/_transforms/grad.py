@@ -167,9 +167,7 @@ def value_and_grad(
     @outside_graphs
     @functools.wraps(fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        where = [_position(k, positions, len(args)) for k in positions]
-        if len(set(where)) < len(where):
-            raise TypeError(f"argnums={positions} must name each of {len(args)} arguments once.")
+        where = _places(positions, len(args))
         leaves, structure = flatten(tuple(args[k] for k in where))
 
         shared, own = _split(mean_over)
@@ -246,15 +244,20 @@ def _mean(result: Any, over: tuple[Hashable, ...], leaves: list[Any], has_aux: b
     return (value, aux) if has_aux else value
 
 
-def _position(argnum: int, argnums: list[int], count: int) -> int:
-    if -count <= argnum < count:
-        return argnum % count
-    needed = argnum + 1 if argnum >= 0 else -argnum
-    raise TypeError(
-        f"differentiating with respect to argnums={argnums[0] if len(argnums) == 1 else argnums} "
-        f"requires at least {needed} positional arguments to be passed by the caller, but got only "
-        f"{count} positional arguments."
-    )
+def _places(argnums: list[int], count: int) -> list[int]:
+    for argnum in argnums:
+        if not -count <= argnum < count:
+            needed = argnum + 1 if argnum >= 0 else -argnum
+            told = argnums[0] if len(argnums) == 1 else argnums
+            raise TypeError(
+                f"differentiating with respect to argnums={told} requires at least {needed} "
+                "positional arguments to be passed by the caller, but got only "
+                f"{count} positional arguments."
+            )
+    places = [argnum % count for argnum in argnums]
+    if len(set(places)) < len(places):
+        raise TypeError(f"argnums={argnums} must name each of {count} arguments once.")
+    return places
 
 
 def _differentiable(leaf: Any) -> torch.Tensor:

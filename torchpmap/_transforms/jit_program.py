@@ -113,9 +113,7 @@ class Program:
         self._inputs = [self._input(x, seed, place(x), traced) for x in traced.captured]
         self._inputs += [Value(Argument(k), place(x)) for k, x in enumerate(tensors)]
         self._check_equal(call, options.prefix, devices)
-        places = (x.place if isinstance(x, Value) else None for x in self._inputs)
-        self._direct: list[Any] = [x.tensor if isinstance(x, ClosedOver) else None for x in places]
-        """The tensors that are the same in each call, and lie as they did in the first."""
+        self._direct = list(map(_closed_over, self._inputs))
         inputs_of = {id(x): k for k, x in enumerate(traced.captured)}
         self._counted = [inputs_of[id(each.vector)] for each in traced.counted]
         """Places of the inputs that follow what a call returns."""
@@ -356,6 +354,12 @@ def _like(made: torch.Tensor, source: torch.Tensor | None) -> Layout | None:
     if type(source) is not ShardedTensor or source.shape != made.shape:
         return None
     return source._alive()[0] if source.dtype == made.dtype else None
+
+
+def _closed_over(given: Any) -> Any:
+    """The tensor of an input that is the same in each call, and lies as it did in the first."""
+    place = given.place if isinstance(given, Value) else None
+    return place.tensor if isinstance(place, ClosedOver) else None
 
 
 def layout_of_gradient(leaf: Any) -> Any:
