@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from torchpmap._base.pytree import tree_map
 from torchpmap._base.sources import users_line
-from torchpmap._base.storages import memory_order
+from torchpmap._base.storages import apart, memory_order
 from torchpmap._base.torch_internals import (
     depth,
     fake_mode,
@@ -129,17 +129,11 @@ def inner(body: Callable[..., Tensors], kinds: Sequence[Kind], axes: Sequence[Ax
         with axis_stack.entering(depth() + 1, None):
             results = [reads.substitute(x) for x in body(*tensors)]
         varying[:] = map(axes_of, results)
-        used = {t.untyped_storage()._cdata for t in (*tensors, *reads.tensors)}
-        fresh = []
-        for x in results:
-            x = _dense(x.detach())
-            # torch lets no result share memory with an input or another result, and (2.13) takes
-            # no branches of which one returns a part of a larger tensor
-            if x.untyped_storage()._cdata in used or x.storage_offset():
-                x = x.clone()
-            used.add(x.untyped_storage()._cdata)
-            fresh.append(x)
-        return tuple(fresh)
+        # torch lets no result share memory with an input or another result, and (2.13) takes no
+        # branches of which one returns a part of a larger tensor
+        dense = (_dense(x.detach()) for x in results)
+        whole = (x.clone() if x.storage_offset() else x for x in dense)
+        return tuple(apart(whole, (*tensors, *reads.tensors)))
 
     examples = [fake(*kind) for kind in kinds]
     for example, along in zip(examples, axes, strict=False):
@@ -282,15 +276,8 @@ def operands(tensors: Tensors, beside: Tensors = ()) -> list[torch.Tensor]:
     each other or with those ``beside`` them, which torch forbids.
     """
     closure = current_closure()
-    used = {x.untyped_storage()._cdata for x in beside}
-    found = []
-    for tensor in tensors:
-        known = _dense((tensor if closure is None else closure.substitute(tensor)).detach())
-        if known.untyped_storage()._cdata in used:
-            known = known.clone()
-        used.add(known.untyped_storage()._cdata)
-        found.append(known)
-    return found
+    known = (x if closure is None else closure.substitute(x) for x in tensors)
+    return apart((_dense(x.detach()) for x in known), beside)
 
 
 def read(reads: Tensors, beside: Tensors = ()) -> list[torch.Tensor]:

@@ -113,20 +113,14 @@ class _Call(NamedTuple):
     """Of a copy."""
 
 
-class _Noted(NamedTuple):
-    """A call of a kernel in the code."""
-
-    kernel: int
-    addresses: tuple[int, ...]
-
-
 @dataclass
 class _Notes:
     """What code does with its inputs."""
 
     buffers: list[torch.Tensor] = field(default_factory=list)
     """That it made: they all stay, so that no two have the same address."""
-    calls: list[_Noted] = field(default_factory=list)
+    calls: list[tuple[int, list[int]]] = field(default_factory=list)
+    """The address of a kernel, and those that it got."""
     fits: bool = True
     """Whether kernels got tensors only."""
 
@@ -143,7 +137,7 @@ class _Notes:
             self.fits &= len(args) <= _MAX_ARGUMENTS
             self.fits &= all(isinstance(each, torch.Tensor) for each in args)
             if self.fits:
-                self.calls.append(_Noted(address, tuple(each.data_ptr() for each in args)))
+                self.calls.append((address, [each.data_ptr() for each in args]))
 
         return noted
 
