@@ -37,6 +37,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchpmap._base.inexact import filled_tangents, kinds_of
 from torchpmap._base.torch_internals import depth
 from torchpmap._collectives import backend as raw
 from torchpmap._collectives.varying import NONE, Axes, axes_of, set_axes
@@ -280,9 +281,6 @@ def apply(primitive: Primitive, index: torch.Tensor | None, xs: Tensors) -> list
     return list(_Linear.apply(primitive, index, *xs)) if xs else []
 
 
-_Kind = tuple[torch.Size, torch.dtype, torch.device]
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(primitive: Primitive, index: torch.Tensor | None, *xs: torch.Tensor) -> Any:
@@ -297,7 +295,7 @@ class _Linear(torch.autograd.Function):
         primitive, index, *xs = inputs
         ctx.primitive = primitive
         note_place(ctx)
-        ctx.kinds = [(x.shape, x.dtype, x.device) for x in xs]
+        ctx.kinds = kinds_of(xs)
         ctx.set_materialize_grads(False)
         save(ctx, index)
 
@@ -344,21 +342,6 @@ def _alone(primitive: Primitive, x: torch.Tensor) -> torch.Tensor:
     """What the only member of a group gets."""
     rows = primitive.along(x.unsqueeze(0))
     return rows if primitive.replicates else rows.squeeze(0)
-
-
-def filled_tangents(
-    given: Sequence[torch.Tensor | None], kinds: Sequence[_Kind]
-) -> list[torch.Tensor | None]:
-    """Fill in zeros for missing tangents, but none for integers and bools.
-
-    torch 2.13 fails internally if only some of the outputs that can have a tangent have one.
-    """
-    return [
-        torch.zeros(shape, dtype=dtype, device=device)
-        if tangent is None and (dtype.is_floating_point or dtype.is_complex)
-        else tangent
-        for tangent, (shape, dtype, device) in zip(given, kinds, strict=True)
-    ]
 
 
 def _apply_present(primitive: Primitive, index: Any, values: Sequence[Any]) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import GraphModule, Node
 
+from torchpmap._base.inexact import Kind, kinds_of
 from torchpmap._base.pytree import tree_map
 from torchpmap._base.sources import users_line
 from torchpmap._base.storages import apart, memory_order
@@ -55,11 +56,6 @@ _aten = torch.ops.aten
 _cond = torch.ops.higher_order.cond
 T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
-Kind = tuple[Sequence[int], torch.dtype, torch.device]
-
-
-def kinds_of(tensors: Tensors) -> list[Kind]:
-    return [(x.shape, x.dtype, x.device) for x in tensors]
 
 
 def fake(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

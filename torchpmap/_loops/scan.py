@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchpmap._base.boundary import outside_graphs
+from torchpmap._base.inexact import kinds_of
 from torchpmap._base.torch_internals import fake_mode, tracing_mode
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import axes_of
@@ -294,7 +295,7 @@ def _no_rows(
         _, ys = body(carry, row)
         return Parts(body.carry, ys, ())
 
-    kinds = [(y.shape, y.dtype, y.device) for y in infer_kinds(step, around).tensors]
+    kinds = kinds_of(infer_kinds(step, around).tensors)
     around.advance(0)
     return [torch.zeros(0, *shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
 

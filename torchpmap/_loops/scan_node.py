@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchpmap._base.inexact import is_inexact
+from torchpmap._base.inexact import Kind, is_inexact, kinds_of
 from torchpmap._collectives.varying import Axes, axes_of
 from torchpmap._loops import emit
 from torchpmap._trace.transformable import (
@@ -63,19 +63,19 @@ class Scan(Transformable):
         xs = emit.operands(xs, init)
         if self.reverse:
             xs = [x.flip(0) for x in xs]
-        rows: list[emit.Kind] = [(x.shape[1:], x.dtype, x.device) for x in xs]
+        rows: list[Kind] = [(x.shape[1:], x.dtype, x.device) for x in xs]
 
         def body(*given: torch.Tensor) -> list[torch.Tensor]:
             carry, row = given[: len(init)], given[len(init) :]
             return self.flat([*constants, *carry, *row])
 
         def trace(carry: list[Axes]) -> tuple[emit.Inner, Sequence[Axes]]:
-            found = emit.inner(body, [*emit.kinds_of(init), *rows], [*carry, *map(axes_of, xs)])
+            found = emit.inner(body, [*kinds_of(init), *rows], [*carry, *map(axes_of, xs)])
             return found, found.axes[: len(init)]
 
         inner, carried = emit.trace_until_axes_stay(trace, init)
         xs = emit.without_unused(inner, xs, len(init))
-        ys: list[emit.Kind] = [
+        ys: list[Kind] = [
             ((self.length, *shape), dtype, device)
             for shape, dtype, device in inner.results[len(init) :]
         ]
@@ -85,7 +85,7 @@ class Scan(Transformable):
             init,
             xs,
             tuple(emit.read(inner.reads, [*init, *xs])),
-            results=[*emit.kinds_of(init), *ys],
+            results=[*kinds_of(init), *ys],
             axes=[*carried, *inner.axes[len(init) :]],
             name="scan",
         )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.boundary import outside_graphs
-from torchpmap._base.inexact import copied_tangents
+from torchpmap._base.inexact import copied_tangents, kinds_of
 from torchpmap._base.torch_internals import batched_levels, fake_mode, innermost
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import Axes, axes_of
@@ -270,7 +270,7 @@ class _NoReverse(Transformable):
         raise ValueError(no_reverse(self.name))
 
     def jvp(self, tensors: Any, tangents: Any) -> Any:
-        return copied_tangents(tangents, [(x.shape, x.dtype, x.device) for x in tensors])
+        return copied_tangents(tangents, kinds_of(tensors))
 
     def vmap(self, info: Any, dims: Any, tensors: Any) -> Any:
         return apply(self, tensors), dims

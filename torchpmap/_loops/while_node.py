@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.inexact import kinds_of
 from torchpmap._collectives.varying import Axes
 from torchpmap._loops import emit
 from torchpmap._loops.scan_node import BatchedCarry
@@ -49,7 +50,7 @@ class While(Transformable):
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
         constants, init = self.split(tensors)
         init = emit.operands(init)
-        kinds = emit.kinds_of(init)
+        kinds = kinds_of(init)
 
         def trace(axes: list[Axes]) -> tuple[tuple[emit.Inner, emit.Inner], list[Axes]]:
             test = emit.inner(lambda *carry: [self.test([*constants, *carry])], kinds, axes)

@@ -18,7 +18,7 @@ from torchpmap._base.torch_internals import (
     torch_function_off,
     tracing_mode,
 )
-from torchpmap._trace.graphs import storages, written_by
+from torchpmap._trace.graphs import storages, written_storages
 
 _aten = torch.ops.aten
 _Sum = tuple[Counter[Any], int]
@@ -66,7 +66,7 @@ def _are_written(nodes: set[Node]) -> bool:
     held: set[int] = set().union(*map(storages, nodes))
     unseen = set(nodes)
     for node in reversed(next(iter(nodes)).graph.nodes) if nodes else ():
-        if any(not storages(x).isdisjoint(held) for x in written_by(node)):
+        if not held.isdisjoint(written_storages([node])):
             return True
         unseen.discard(node)
         if not unseen:

@@ -35,7 +35,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._collectives.backend import c10d
-from torchpmap._trace.graphs import storages, written_by
+from torchpmap._trace.graphs import storages, written_storages
 from torchpmap._trace.repetition import keep_places
 
 _aten = torch.ops.aten
@@ -126,7 +126,7 @@ def _sums(nodes: Sequence[Node]) -> list[_Bucket]:
             sums.append(_Bucket.of(launch, node, ready[launch], due))
             for storage in storages(_operand(launch)):
                 readers.setdefault(storage, []).append(sums[-1])
-        for storage in {s for x in written_by(node) for s in storages(x)}:
+        for storage in written_storages([node]):
             written[storage] = here
             for each in readers.pop(storage, ()):
                 each.last = min(each.last, here)

@@ -288,7 +288,8 @@ def written_storages(nodes: Iterable[Node]) -> dict[int, Node]:
     written: dict[int, Node] = {}
     for node in nodes:
         for target in written_by(node):
-            written.setdefault(target.meta["val"].untyped_storage()._cdata, node)
+            for storage in storages(target):
+                written.setdefault(storage, node)
     return written
 
 
