@@ -292,19 +292,19 @@ def _staged(loop: _Loop, init: Parts) -> Tensors:
 
     first, lifted = lifted_carry(init, around, once)
     counts = [torch.zeros((), dtype=torch.int64)] if around.draws() else []  # of the steps
-    start, skipped = len(lifted.constants), len(counts)
+    skipped = len(counts)
 
-    def split(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, Tensors]:
-        return tensors[start] if skipped else None, list(tensors[start + skipped :])
+    def split(carry: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, Tensors]:
+        return carry[0] if skipped else None, list(carry[skipped:])
 
-    def test(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        number, carry = split(tensors)
-        return lifted.run(lambda: loop.test(carry), tensors, number)
+    def test(constants: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> torch.Tensor:
+        number, carry = split(given)
+        return lifted.run(lambda: loop.test(carry), constants, number)
 
-    def body(tensors: Sequence[torch.Tensor]) -> Tensors:
-        number, carry = split(tensors)
-        after = lifted.run(lambda: loop.body(carry), tensors, number, after=tested)
-        return [*([] if number is None else [number + 1]), *after]
+    def step(constants: Any, given: Any, _: Any) -> Any:
+        number, carry = split(given)
+        after = lifted.run(lambda: loop.body(carry), constants, number, after=tested)
+        return [*([] if number is None else [number + 1]), *after], []
 
-    construct = While(loop.name, test, body, start)
+    construct = While(step, len(lifted.constants), skipped + len(first), loop.name, test)
     return apply(construct, [*lifted.constants, *counts, *first])[skipped:]
