@@ -213,13 +213,9 @@ class _Loop:
 def _run(name: str, test: Callable[..., Any], body: Callable[..., Any], init: Any) -> Any:
     given = take_apart(init, "carry")
     loop = _Loop(name, test, body, given.tree)
-    found = _staged(loop, given) if is_staged() else _in_python(loop, given)
-    return given.tree.build(found)
-
-
-def _in_python(loop: _Loop, init: Parts) -> Tensors:
     with contextlib.ExitStack() as parts:
-        return _steps(loop, init, parts)
+        found = _staged(loop, given) if is_staged() else _steps(loop, given, parts)
+    return given.tree.build(found)
 
 
 def _steps(loop: _Loop, init: Parts, parts: contextlib.ExitStack) -> Tensors:
