@@ -43,7 +43,7 @@ from torchpmap._sharded.transfer import gather, is_whole_here
 from torchpmap._trace.block_program import enter
 from torchpmap._trace.casts import times_tracked, tracked
 from torchpmap._trace.program import Outcome
-from torchpmap._trace.transformable import jvp_of, vmap_of
+from torchpmap._trace.transformable import inexact, jvp_of, vmap_of
 from torchpmap.random._streams import batched_key
 
 Tensors = Sequence[torch.Tensor]
@@ -98,7 +98,7 @@ class Function(ABC):
     def jvp(self, given: tuple[int, ...]) -> Any:
         """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
         inputs = [*self.layouts, *(self.layouts[k] for k in given)]
-        outputs = [self.outputs[k] for k in self.inexact_outputs()]
+        outputs = [self.outputs[k] for k in inexact(self.outputs)]
         # a tangent is where its gradient is
         return self._derive(("jvp", given), self.mirrored, self._push(given), inputs, outputs)
 
@@ -129,14 +129,6 @@ class Function(ABC):
                 del self._derived[next(iter(self._derived))]
             self._derived[key] = made
         return made
-
-    def inexact_inputs(self) -> tuple[int, ...]:
-        """Their places."""
-        return tuple(k for k, each in enumerate(self.layouts) if is_inexact(each))
-
-    def inexact_outputs(self) -> tuple[int, ...]:
-        """Their places."""
-        return tuple(k for k, each in enumerate(self.outputs) if is_inexact(each))
 
 
 class Differentiable(Function):
@@ -172,7 +164,7 @@ class Differentiable(Function):
     def run_for(
         self, wanted: tuple[int, ...], tensors: Tensors
     ) -> tuple[list[torch.Tensor], PullBack | None]:
-        expected = self._cotangents.get(wanted, self.inexact_outputs())
+        expected = self._cotangents.get(wanted, inexact(self.outputs))
         pair = self.pair(wanted, expected)
         if pair is None:
             return self.run(tensors), None
@@ -229,7 +221,7 @@ class Differentiable(Function):
         derived: Differentiable = super().jvp(given)
         own = self._batch_dims_in
         derived._batch_dims_in = (*own, *(own[k] for k in given))
-        derived.batch_dims = lambda: tuple(self.batch_dims()[k] for k in self.inexact_outputs())
+        derived.batch_dims = lambda: tuple(self.batch_dims()[k] for k in inexact(self.outputs))
         return derived
 
     def batched(
