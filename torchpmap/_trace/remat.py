@@ -40,6 +40,7 @@ from torchpmap._trace.graphs import (
     current_capture,
     drop_dead,
     is_kept,
+    is_view,
     operations,
     placeholders,
 )
@@ -263,7 +264,7 @@ class _Again:
                 copies[node] = copy
                 self.late.add(copy)
                 is_tied = not tied.isdisjoint(copy.all_input_nodes)
-                if not is_tied and never is not None and not _is_view(copy):
+                if not is_tied and never is not None and not is_view(copy):
                     is_tied = self._tie(copy, never)
                 if is_tied:
                     tied.add(copy)
@@ -307,10 +308,6 @@ class _Again:
 
 def _has_elements(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 0
-
-
-def _is_view(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.is_view
 
 
 # -- graphs with writes ----------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from torchpmap._trace.graphs import (
     Met,
     current_capture,
     inner_graphs,
+    is_view,
     kind_of_node,
     met,
     placeholders,
@@ -160,8 +161,7 @@ def _memory(node: Node, bases: Mapping[Node, Hashable]) -> Hashable:
         return number
     if node.target is operator.getitem:
         return bases[node.all_input_nodes[0]]
-    is_view = getattr(node.target, "is_view", False)
-    shared = written_by(node) or (node.all_input_nodes if is_view else [])
+    shared = written_by(node) or (node.all_input_nodes if is_view(node) else [])
     return bases[shared[0]] if shared else node
 
 
