@@ -416,20 +416,21 @@ def along_axis(
         partition = None
     if partition is None:
         return tuple(along(r) for r in rows), tuple(None if replicates else 0 for _ in rows)
-    results = tuple(_along_groups(along, r, partition, replicates) for r in rows)
-    return results, tuple(0 for _ in rows)
+    stacks = [results_of_groups(along, r, partition, replicates) for r in rows]
+    results = (torch.stack([x[place[k]] for k in range(size)]) for x, place in stacks)
+    return tuple(results), tuple(0 for _ in rows)
 
 
-def _along_groups(
+def results_of_groups(
     along: Callable[[torch.Tensor], torch.Tensor],
     rows: torch.Tensor,
     partition: Partition,
     replicates: bool,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, dict[int, int]]:
+    """Results of all groups, stacked, and for each member the place of its own."""
     given = rows.unbind(0)
-    result: dict[int, torch.Tensor] = {}
-    for members in partition:
-        out = along(torch.stack([given[k] for k in members]))
-        for place, member in enumerate(members):
-            result[member] = out if replicates else out[place]
-    return torch.stack([result[k] for k in range(len(given))])
+    results = [along(torch.stack([given[k] for k in group])) for group in partition]
+    if replicates:
+        return torch.stack(results), {k: g for g, group in enumerate(partition) for k in group}
+    members = (k for group in partition for k in group)
+    return torch.cat(results), {k: place for place, k in enumerate(members)}
