@@ -176,7 +176,7 @@ def _constants(module: GraphModule, places: Sequence[Node]) -> list[torch.Tensor
     """Make the constants of a body inputs too: compilers keep constants in the outermost graph."""
     found: list[torch.Tensor] = []
     names: dict[str, Node] = {}
-    last = places[-1] if places else None
+    last = places[-1] if places else module.graph._root
     for node in list(module.graph.find_nodes(op="get_attr")):
         value = getattr(module, node.target)
         if not isinstance(value, torch.Tensor):
@@ -184,11 +184,7 @@ def _constants(module: GraphModule, places: Sequence[Node]) -> list[torch.Tensor
         if node.target not in names:
             with torch_function_off():  # it is no closure of a loop around this one
                 fresh = _aten.lift_fresh_copy.default(value)
-            with (
-                module.graph.inserting_after(last)
-                if last is not None
-                else module.graph.inserting_before(next(iter(module.graph.nodes)))
-            ):
+            with module.graph.inserting_after(last):
                 last = module.graph.placeholder(f"constant_{len(found)}")
             last.meta["val"] = fresh
             names[node.target] = last
