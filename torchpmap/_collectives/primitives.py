@@ -161,15 +161,10 @@ class Copy(Primitive):
 
 
 @dataclass(frozen=True)
-class Same(Primitive):
+class Same(Copy):
     """[*s] -> [*s], a value of each member that is the same on all, as one that members share."""
 
-    elementwise = True
-    is_sent = False
     replicates = True
-
-    def across(self, xs: Tensors) -> Tensors:
-        return [x.clone() for x in xs]
 
     def along(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[0].clone()

@@ -127,8 +127,9 @@ def mentioned(names: set[str]) -> list[tuple[str, Any]]:
     for qualified in sorted(torch._C._dispatch_get_all_op_names()):
         namespace, _, name = qualified.partition("::")
         if namespace in names and name.partition(".")[0] in names:
-            found.append((qualified, source(qualified)))
-    return [(operation, kind) for operation, kind in found if kind is not None]
+            kind = source(qualified)
+            found += [] if kind is None else [(qualified, kind)]
+    return found
 
 
 # -- where an operation comes from -----------------------------------------------------------------
@@ -150,10 +151,7 @@ def _is_importable(name: str | None) -> bool:
 
 def _places(operation: str) -> dict[str, str]:
     """Dispatch key -> file of the registration; "debug" stands for the schema's."""
-    found = {}
-    for key, file in _REGISTERED.findall(torch._C._dispatch_dump(operation)):
-        found[key] = file
-    return found
+    return dict(_REGISTERED.findall(torch._C._dispatch_dump(operation)))
 
 
 def _is_python(file: str) -> bool:
