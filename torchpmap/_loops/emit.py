@@ -40,17 +40,20 @@ from torchpmap._layout import axis_stack
 from torchpmap._trace.capture import is_real
 from torchpmap._trace.graphs import (
     GRAPHS,
+    SCAN,
     Closure,
     added,
     current_capture,
     current_closure,
     drop_dead,
+    kind_of_node,
     output_of,
     placeholders,
     results_of,
 )
 from torchpmap._trace.passes import clean, protect_inputs, refuse_lost_writes
 from torchpmap._trace.traced_views import traced_views
+from torchpmap._trace.unread import drop_unused_inputs
 
 _aten = torch.ops.aten
 _cond = torch.ops.higher_order.cond
@@ -222,21 +225,6 @@ def shared(inner: Sequence[Inner], num_own: int = 0) -> list[torch.Tensor]:
     return [x for x, _ in reads.values()]
 
 
-def without_unused(inner: Inner, xs: list[torch.Tensor], start: int) -> list[torch.Tensor]:
-    """Remove the inputs of a graph, from place ``start`` on, that it does not use; returns their
-    ``xs`` without those.  One stays, from which a scan takes its length.
-    """
-    graph = inner.module.graph
-    places = placeholders(graph)[start : start + len(xs)]
-    used = [(node, x) for node, x in zip(places, xs, strict=True) if node.users]
-    used = used or [(places[0], xs[0])]
-    for node in places:
-        if not any(node is other for other, _ in used):
-            graph.erase_node(node)
-    inner.module.recompile()
-    return [x for _, x in used]
-
-
 def with_one_result(inner: Inner) -> Inner:
     """Let a graph return its only result, in no tuple."""
     output = output_of(inner.module.graph)
@@ -314,8 +302,6 @@ def call(
             tracer.root.register_module(_free_name(tracer.root, f"{target._name}_body{k}"), module)
     proxies = tree_map(tracer.unwrap_proxy, args)
     node = tracer.create_proxy("call_function", target, proxies, {}, name=target._name).node
-    values = tuple(fake(*kind) for kind in results)
-    track(tracer, values, node)
     node.meta |= {  # what later passes ask
         GRAPHS: [each for each in args if isinstance(each, GraphModule)],
         "axes": [
@@ -327,6 +313,10 @@ def call(
         "line": users_line(),
         "called": name,
     }
+    if kind_of_node(node) == SCAN:
+        drop_unused_inputs(node)
+    values = tuple(fake(*kind) for kind in results)
+    track(tracer, values, node)
     for value, along in zip(values, axes, strict=True):
         set_axes(value, along)
     return list(values)

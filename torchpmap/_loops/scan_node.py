@@ -43,7 +43,6 @@ class Scan(Loop):
             return found, found.axes[: len(init)]
 
         inner, carried = emit.trace_until_axes_stay(trace, init)
-        xs = emit.without_unused(inner, xs, len(init))
         ys: list[Kind] = [
             ((self.length, *shape), dtype, device)
             for shape, dtype, device in inner.results[len(init) :]
