@@ -211,7 +211,7 @@ def shared(inner: Sequence[Inner], num_own: int = 0) -> list[torch.Tensor]:
     for each, mine in zip(inner, owned, strict=True):
         graph = each.module.graph
         places = placeholders(graph)
-        before = next(node for node in graph.nodes if node not in set(places))
+        before = (places[-1] if places else graph._root).next
         with graph.inserting_before(before):
             for k, (key, (_, value)) in enumerate(reads.items()):
                 node = graph.placeholder(f"operand_{k}")
