@@ -25,7 +25,7 @@ from torchpmap._plan.derivatives import Function, PullBack, Tensors
 from torchpmap._plan.mapped_program import MappedProgram
 from torchpmap._plan.plan import Called
 from torchpmap._sharded.transfer import host_tensor
-from torchpmap._trace.transformable import Maybe, Transformable, apply, may_have_vjp
+from torchpmap._trace.transformable import Maybe, Transformable, apply, inexact, may_have_vjp
 from torchpmap._trace.untraceable import Untraceable
 
 # -- the function that torch's transforms see ------------------------------------------------------
@@ -57,7 +57,7 @@ class _Call(Transformable):
 
     def jvp(self, tensors: Tensors, tangents: Maybe) -> Maybe:
         results: list[torch.Tensor | None] = [None] * len(self.function.outputs)
-        places = self.function.inexact_outputs()
+        places = inexact(self.function.outputs)
         if places:
             given = tuple(k for k, x in enumerate(tangents) if x is not None)
             call = _Call(self.function.jvp(given))
@@ -85,8 +85,8 @@ def call_function(
     first gradient may take what the call leaves.
     """
     wanted: tuple[int, ...] = ()
-    if has_pair and may_have_vjp(tensors) and function.inexact_outputs():
-        wanted = tuple(k for k in function.inexact_inputs() if _is_traced(tensors[k]))
+    if has_pair and may_have_vjp(tensors) and inexact(function.outputs):
+        wanted = tuple(k for k in inexact(function.layouts) if _is_traced(tensors[k]))
     return apply(_Call(function, wanted), tensors)
 
 
