@@ -235,7 +235,7 @@ def _layer_norm_backward(
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     operation = _aten.native_layer_norm_backward
-    if not x.is_cpu or x.dtype not in _HALVES:
+    if x.is_cuda or x.dtype not in _HALVES:
         return tuple(operation(grad, x, shape, mean, rstd, weight, bias, output_mask))
     own = (_promoted(weight), _promoted(bias))
     wide = operation(promoted(grad), promoted(x), shape, mean, rstd, *own, output_mask)

@@ -152,17 +152,21 @@ def insist_on_kind(func: Any, target: torch.Tensor, written: torch.Tensor) -> No
 def on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any:
     with outside_modes(), torch.no_grad():
         try:
-            given = filled(arguments, values)
-            if name_of(func) in INSTEAD:
-                args, kwargs = positional(func, given)
-                return run_on_blocks(name_of(func), 1, "", *args, **kwargs)
-            return call(func, given)
+            return _as_on_device(func, filled(arguments, values))
         except NotImplementedError:
             raise Unsupported from None
         except Exception as error:
             if rule_of(func) is not None:  # without a rule it may need the values
                 _raise_as_here(func, arguments, values, error)
             raise Unsupported from None
+
+
+def _as_on_device(func: Any, arguments: dict[str, Any]) -> Any:
+    """Run what a device runs for an operation."""
+    if name_of(func) not in INSTEAD:
+        return call(func, arguments)
+    args, kwargs = positional(func, arguments)
+    return run_on_blocks(name_of(func), 1, "", *args, **kwargs)
 
 
 def masked(result: Any, arguments: dict[str, Any]) -> Any:
@@ -217,7 +221,7 @@ def _raise_as_here(
         given = stand_ins(values, lambda x: new(x.shape, dtype=x.dtype, device="cpu"))
     except RuntimeError:  # not enough memory
         raise error from None
-    call(func, filled(arguments, given))
+    _as_on_device(func, filled(arguments, given))
 
 
 def stand_ins(values: Sequence[Any], make: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
