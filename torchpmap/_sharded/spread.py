@@ -36,11 +36,12 @@ from torchpmap._sharded.joined import (
     joined_by,
     keeps_rows,
 )
+from torchpmap._sharded.layers import INSTEAD
 from torchpmap._sharded.on_blocks import OnBlocks, described
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._sharded.spmd import WITHOUT_STRIDES, Emitter, added_and_cut, added_up
 from torchpmap._sharded.summands import OF_SHAPES, Moved, Value, carried
-from torchpmap._sharded.trial import Trial, meta
+from torchpmap._sharded.trial import Trial, masked, meta, on_meta
 from torchpmap._sharded.unforeseen import name_of
 from torchpmap._trace.graphs import placeholders, results_of
 from torchpmap._trace.repetition import place_of
@@ -316,6 +317,7 @@ class Spread:
             placement.results,
             [(*over, *more) for _, more in made],
             is_weight,
+            trial.results,
         )
         return replace(results, joined=rows) if rows else results
 
@@ -387,10 +389,14 @@ class Spread:
         cuts: Sequence[Cut],
         overs: Sequence[tuple[int, ...]] | None = None,
         is_weight: bool = False,
+        kinds: Sequence[torch.Tensor] | None = None,
     ) -> Any:
-        """The values of a node's results, which are ``made`` on a device."""
+        """The values of a node's results, which are ``made`` on a device.
+
+        ``kinds``: of these results, if they may have other dtypes than the trace says.
+        """
         whole = node.meta.get("val", ())
-        results = _tensors(whole)
+        results = _tensors(whole) if kinds is None else kinds
         overs = [()] * len(results) if overs is None else overs
         values = [
             Value(block, tuple(x.shape), x.dtype, cut, tuple(sorted(set(over))), is_weight)
@@ -429,6 +435,9 @@ def _trial_of(
     numbers = itertools.count()
     places = tuple(next(numbers) if isinstance(x, torch.Tensor) else None for x in leaves)
     given = [meta(v.shape, v.dtype) for v in values]
+    if name_of(func) in INSTEAD:  # it keeps more digits of statistics than torch's fake kernels say
+        made = _tensors(masked(on_meta(func, arguments, given), arguments))
+        results = tuple(meta(x.shape, y.dtype) for x, y in zip(results, made, strict=False))
     return Trial(func, arguments, given, (), places, spec, results, True, by_columns)
 
 
