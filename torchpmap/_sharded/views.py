@@ -254,27 +254,15 @@ def _argument(view: _View, position: int, default: Any) -> Any:
     return view.args[position] if position < len(view.args) else default
 
 
-def _reshape(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return part.reshape(whole.shape)
-
-
-def _again(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return view.func(part, *view.args)
-
-
-def _permute(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    order = [dim % whole.ndim for dim in view.args[0]]
-    return part.permute([order.index(dim) for dim in range(whole.ndim)])
-
-
 def _scatter(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     scatter = getattr(_aten, f"{name_of(view.func)}_scatter").default
     result: torch.Tensor = scatter(whole, part, *view.args)
     return result
 
 
-def _unbind(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return torch.select_scatter(whole, part, _argument(view, 0, 0), view.number)
+def _permute(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    order = [dim % whole.ndim for dim in view.args[0]]
+    return part.permute([order.index(dim) for dim in range(whole.ndim)])
 
 
 def _split(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -283,38 +271,23 @@ def _split(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor
     return torch.slice_scatter(whole, part, dim, start, start + part.shape[dim])
 
 
-def _as_dtype(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return part.view(whole.dtype)
-
-
-def _as_complex(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_complex(part)
-
-
-def _as_real(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(part)
-
-
+_RESHAPED = (
+    *(_aten._reshape_alias.default, _aten.expand.default, _aten.unsqueeze.default),
+    *(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.view.default),
+)
+_OWN_INVERSE = (_aten._conj.default, _aten.t.default, _aten.transpose.int)
+_PARTS = (_aten.as_strided.default, _aten.diagonal.default, _aten.select.int, _aten.slice.Tensor)
 _BACK: dict[Any, Back] = {
-    _aten._conj.default: _again,
-    _aten._reshape_alias.default: _reshape,
-    _aten.as_strided.default: _scatter,
-    _aten.diagonal.default: _scatter,
-    _aten.expand.default: _reshape,
+    **dict.fromkeys(_RESHAPED, lambda view, whole, part: part.reshape(whole.shape)),
+    **dict.fromkeys(_OWN_INVERSE, lambda view, whole, part: view.func(part, *view.args)),
+    **dict.fromkeys(_PARTS, _scatter),
     _aten.permute.default: _permute,
-    _aten.select.int: _scatter,
-    _aten.slice.Tensor: _scatter,
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split,
-    _aten.squeeze.default: _reshape,
-    _aten.squeeze.dim: _reshape,
-    _aten.squeeze.dims: _reshape,
-    _aten.t.default: _again,
-    _aten.transpose.int: _again,
-    _aten.unbind.int: _unbind,
-    _aten.unsqueeze.default: _reshape,
-    _aten.view.default: _reshape,
-    _aten.view.dtype: _as_dtype,
-    _aten.view_as_complex.default: _as_real,
-    _aten.view_as_real.default: _as_complex,
+    _aten.unbind.int: lambda view, whole, part: torch.select_scatter(
+        whole, part, _argument(view, 0, 0), view.number
+    ),
+    _aten.view.dtype: lambda view, whole, part: part.view(whole.dtype),
+    _aten.view_as_complex.default: lambda view, whole, part: torch.view_as_real(part),
+    _aten.view_as_real.default: lambda view, whole, part: torch.view_as_complex(part),
 }
