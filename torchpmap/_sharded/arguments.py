@@ -111,12 +111,6 @@ def call(func: Any, arguments: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def written_slots(func: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """The operands that an operation writes to."""
-    written = written_by(func, (), arguments)
-    return tuple(item.position for item in written if isinstance(item, Slot))
-
-
 _STATISTICS = ("running_mean", "running_var")
 _UNDECLARED = {
     "_copy_from": ("dst",),

@@ -18,8 +18,8 @@ from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.operations import move
 from torchpmap._sharded.strides import strides_of, strides_of_copy
 from torchpmap._sharded.transfer import (
+    blocks_of,
     check_equal_everywhere,
-    has_copies,
     places_here,
     store,
 )
@@ -145,6 +145,7 @@ def send_again(layout: Layout, host: torch.Tensor, what: str) -> Handle:
     """Send a value that was computed in this process, or raise if several processes would hold
     copies that differ.
     """
-    if has_copies(layout) and len(places_here(layout)) < len(layout.devices):
+    has_copies = len(layout.devices) > len(blocks_of(layout))
+    if has_copies and len(places_here(layout)) < len(layout.devices):
         check_equal_everywhere({what: host}, layout.ranks)
     return store(layout, host)

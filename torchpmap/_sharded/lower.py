@@ -54,8 +54,6 @@ class Operation:
     """The ``Trial`` of its call; None: it is a move."""
     moved: int = 0
     """Bytes of the operands that devices need more of than they have."""
-    written: tuple[int, ...] = ()
-    """If it writes: of the first outputs, the operands whose new values they are."""
     reduces: bool = False
     """Whether its derivative makes a gradient as large as the first operand of a smaller one."""
     checks_numbers: bool = False
@@ -238,7 +236,6 @@ def _emitted(
         (inputs, outputs),
         trial=trial,
         moved=moved,
-        written=trial.written,
         reduces=name_of(trial.func) in _SMALLER and layouts[0] is not None,
         checks_numbers=None in inputs and trial.has_integers,
         keeps_order=facts_of(trial.func).keeps_order and not trial.written,

@@ -216,10 +216,6 @@ def _overlap_partly(*pair: torch.Tensor) -> bool:
 # -- questions of torch about memory ---------------------------------------------------------------
 
 
-def _same_size_of_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return strides_of(tensor).num_bytes == strides_of(other).num_bytes
-
-
 def _zeros_in_place_of(
     tensor: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims: int = 0
 ) -> torch.Tensor:
@@ -234,7 +230,9 @@ def _zeros_in_place_of(
 
 
 QUESTIONS: dict[Any, Callable[..., Any]] = {
-    _aten._has_same_storage_numel.default: _same_size_of_memory,
+    _aten._has_same_storage_numel.default: lambda tensor, other: (
+        strides_of(tensor).num_bytes == strides_of(other).num_bytes
+    ),
     _aten._new_zeros_with_same_feature_meta.default: _zeros_in_place_of,
     _aten.is_same_size.default: lambda tensor, other: tensor.shape == other.shape,
 }

@@ -475,7 +475,7 @@ def _on_devices(
     operation: Operation, operands: list[Any], func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Start an operation on the workers; the results may not be computed yet."""
-    written = [operands[position] for position in operation.written]
+    written = [operands[position] for position in operation.trial.written]
     if written:
         check_overlap(func, written, operands)
     started = start(operation, ShardedTensor, operands)

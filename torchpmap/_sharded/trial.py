@@ -24,7 +24,7 @@ from torchpmap._sharded.arguments import (
     filled,
     is_by_columns,
     positional,
-    written_slots,
+    written_by,
 )
 from torchpmap._sharded.layers import INSTEAD, run_on_blocks
 from torchpmap._sharded.memory import Remote
@@ -117,7 +117,8 @@ def tried(
     leaves, spec = tree_flatten(result)
     if any(not (leaf is None or isinstance(leaf, torch.Tensor)) for leaf in leaves):
         raise Unsupported
-    written = written_slots(func, arguments)
+    slots = written_by(func, (), arguments)
+    written = tuple(slot.position for slot in slots if isinstance(slot, Slot))
     for position in written:
         insist_on_kind(func, operands[position], values[position])
     places = {id(values[position]): k for k, position in enumerate(written)}

@@ -296,8 +296,8 @@ _RESIZING = {
     "_upsample_bilinear2d_aa _upsample_nearest_exact2d",
     3: "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d",
 }
-"""Operations on so many last dims, as their gradients are; these give them another size, of which the
-gradient is told.
+"""Operations on so many last dims, and so their gradients; these give them another size, of which
+the gradient is told.
 """
 
 COMPUTE = _table()
