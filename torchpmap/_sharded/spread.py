@@ -249,7 +249,9 @@ class Spread:
 
     def _on_whole(self, node: Node) -> Any:
         """Something that no rule is for: every device does it with whole operands."""
-        self._wait_for(node.all_input_nodes)
+        sums = [(source, ()) for source in node.all_input_nodes if self._values[source].over]
+        if sums:
+            raise _Waits(sums)
         self._bring_back(node.all_input_nodes)
         given = {source: self._brought(node, source, ()) for source in node.all_input_nodes}
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
@@ -261,11 +263,6 @@ class Spread:
         places = [place for place, x in enumerate(whole or ()) if isinstance(x, torch.Tensor)]
         blocks = [self.emitter.call(operator.getitem, made, place) for place in places]
         return self._values_of(node, blocks, [()] * len(blocks))
-
-    def _wait_for(self, nodes: Iterable[Node]) -> None:
-        sums = [(node, ()) for node in nodes if self._values[node].over]
-        if sums:
-            raise _Waits(sums)
 
     def _operation(self, node: Node, func: Any) -> Any:
         named = dict(zip(facts_of(func).names, node.args, strict=False)) | dict(node.kwargs)

@@ -20,7 +20,7 @@ from torchpmap._base.torch_internals import below_dispatch, new_wrapper
 from torchpmap._sharded.arguments import CHANNELS_LAST
 from torchpmap._sharded.memory import CPU, STRIDED
 from torchpmap._sharded.unforeseen import name_of
-from torchpmap._sharded.views import Make, is_linked, linked
+from torchpmap._sharded.views import is_linked, linked
 
 _aten = torch.ops.aten
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -257,7 +257,7 @@ _MEMORY_OF_ANOTHER = (
 )
 
 
-def turn(make: Make, func: Any, args: Sequence[Any]) -> Any:
+def turn(func: Any, args: Sequence[Any]) -> Any:
     """Run an in-place operation that changes the shape, such as ``transpose_``."""
     if func not in _TURNING:
         raise RuntimeError(_MEMORY_OF_ANOTHER)
@@ -267,7 +267,7 @@ def turn(make: Make, func: Any, args: Sequence[Any]) -> Any:
             f"{func} would change the shape of a ShardedTensor that shares its values with views "
             "or detached tensors; use the out-of-place operation."
         )
-    result = _TURNING[func](make(*target._alive()), *args)
+    result = _TURNING[func](target._made(*target._alive()), *args)
     with below_dispatch():
         func(target, *args)
     target._layout, target._handle = result._alive()

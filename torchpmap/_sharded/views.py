@@ -30,8 +30,6 @@ from torchpmap._sharded.transfer import store
 from torchpmap._sharded.unforeseen import name_of
 
 _aten = torch.ops.aten
-Make = Callable[..., Any]
-"""Makes a tensor from a layout, a handle and strides."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,16 +69,16 @@ def is_taken_as_grad() -> bool:
     return node is not None and node.name().endswith("AccumulateGrad")
 
 
-def link_alias(twin: Any, original: Any, copy: Callable[[Any], Any]) -> None:
+def link_alias(twin: Any, original: Any) -> None:
     """Note that two tensors share one value, now and after every write.
 
-    ``copy`` makes an unlinked tensor of the same value.  A twin of a view is a view of the parent's
-    twin, because the parent itself may hold an autograd graph.
+    A twin of a view is a view of the parent's twin, because the parent itself may hold an autograd
+    graph.
     """
     view = getattr(original, "_view", None)
     if view is not None and view.parent._layout is not None:
-        parent = copy(view.parent)
-        link_alias(parent, view.parent, copy)
+        parent = view.parent._twin()
+        link_alias(parent, view.parent)
         twin._view = replace(view, parent=parent)
         parent._views = [weakref.ref(twin)]
     aliases = getattr(original, "_aliases", None)
@@ -212,13 +210,13 @@ def _check_back(view: _View, tensor: Any) -> None:
         )
 
 
-def write(target: Any, handle: Handle, make: Make) -> None:
+def write(target: Any, handle: Handle) -> None:
     """Give ``target`` a new value, and with it every tensor linked to it."""
     with torch.no_grad():
-        _spread(target, handle, make, set())
+        _spread(target, handle, set())
 
 
-def _spread(tensor: Any, value: Handle, make: Make, done: set[int]) -> None:
+def _spread(tensor: Any, value: Handle, done: set[int]) -> None:
     alike = [alias for alias in aliases_of(tensor) if alias._layout is not None]
     for alias in alike:
         alias._handle = value
@@ -226,14 +224,14 @@ def _spread(tensor: Any, value: Handle, make: Make, done: set[int]) -> None:
     for alias in alike:
         for view in _views(alias):
             if id(view) not in done:
-                taken = view._view.take(make(alias._layout, value))
-                _spread(view, _laid_out(view._layout, taken), make, done)
+                taken = view._view.take(alias._made(alias._layout, value))
+                _spread(view, _laid_out(view._layout, taken), done)
         own = getattr(alias, "_view", None)
         if own is not None and own.parent._layout is not None and id(own.parent) not in done:
             parent = own.parent
-            whole = make(parent._layout, parent._handle)
-            back = _BACK[own.func](own, whole, make(alias._layout, value))
-            _spread(parent, _laid_out(parent._layout, back), make, done)
+            whole = parent._made(parent._layout, parent._handle)
+            back = _BACK[own.func](own, whole, alias._made(alias._layout, value))
+            _spread(parent, _laid_out(parent._layout, back), done)
 
 
 def _laid_out(layout: Layout, value: Any) -> Handle:
