@@ -34,10 +34,11 @@ from torchpmap._base.torch_internals import (
     untraced,
 )
 from torchpmap._base.traced_constants import become_constants
+from torchpmap._base.writes import written_values
 from torchpmap._layout.layout import Layout, Shard
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime.base import Handle
-from torchpmap._sharded.arguments import CHANNELS_LAST, facts_of, occurrences, written_by
+from torchpmap._sharded.arguments import CHANNELS_LAST, facts_of, occurrences
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.host import ToHost, is_recorded, run_on_host
 from torchpmap._sharded.host_copy import host_copy
@@ -406,7 +407,7 @@ class ShardedTensor(Remote):
             # a view of a normal tensor is a normal tensor
             with torch.inference_mode(False), torch.no_grad():
                 return func(*args, **kwargs)
-        written = written_by(func, args, kwargs) if facts.written else ()
+        written = written_values(func, args, kwargs) if facts.writes else ()
         targets = [target for target in written if type(target) is ShardedTensor]
         for target in targets:
             check_writable(target)
@@ -485,9 +486,8 @@ def _on_devices(
     if written:
         for target, (_, handle) in zip(written, started, strict=False):
             write(target, handle)
-        return operation.trial.result(
-            [*written, *(make_sharded(*x) for x in started[len(written) :])]
-        )
+        made = [make_sharded(*x) for x in started[len(written) :]]
+        return operation.trial.result([*written, *made])
     strides: Any = None
     if func.is_view or func is _aten.new_empty_strided.default:
         strides = strides_of_call(func, args, kwargs)

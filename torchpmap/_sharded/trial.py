@@ -17,6 +17,7 @@ import torch
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import TreeSpec, tree_flatten, tree_unflatten
 from torchpmap._base.torch_internals import outside_modes
+from torchpmap._base.writes import written_values
 from torchpmap._sharded.arguments import (
     Slot,
     Unsupported,
@@ -24,7 +25,6 @@ from torchpmap._sharded.arguments import (
     filled,
     is_by_columns,
     positional,
-    written_by,
 )
 from torchpmap._sharded.layers import INSTEAD, run_on_blocks
 from torchpmap._sharded.memory import Remote
@@ -117,7 +117,7 @@ def tried(
     leaves, spec = tree_flatten(result)
     if any(not (leaf is None or isinstance(leaf, torch.Tensor)) for leaf in leaves):
         raise Unsupported
-    slots = written_by(func, (), arguments)
+    slots = written_values(func, (), arguments)
     written = tuple(slot.position for slot in slots if isinstance(slot, Slot))
     for position in written:
         insist_on_kind(func, operands[position], values[position])

@@ -35,8 +35,8 @@ from torchpmap._base.torch_internals import (
     next_node_number,
     num_modes,
     with_memory,
-    written_values,
 )
+from torchpmap._base.writes import written_values
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout import axis_stack
 from torchpmap._loops.surroundings import steps
