@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from torchpmap._collectives import backend as raw
+from torchpmap._sharded.unforeseen import ROUNDED
 
 _aten = torch.ops.aten
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def run_on_blocks(name: str, size: int, group: str, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ def _sums(size: int, group: str, *parts: torch.Tensor) -> tuple[torch.Tensor, ..
 
 def promoted(x: torch.Tensor) -> torch.Tensor:
     """Half precision as float32, in which statistics and sums keep their digits."""
-    return x.float() if x.dtype in _HALVES else x
+    return x.to(ROUNDED[x.dtype]) if x.dtype in ROUNDED else x
 
 
 def _promoted(value: torch.Tensor | None) -> torch.Tensor | None:
@@ -65,10 +65,10 @@ def _batch_norm(
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
     own = (weight, bias, running_mean, running_var)
-    wider = [value.dtype for value in own if value is not None and value.dtype not in _HALVES]
+    wider = [value.dtype for value in own if value is not None and value.dtype not in ROUNDED]
     kept = wider[0] if wider else x.dtype
     count = size * x.numel() // x.shape[1]
-    if training and size == 1 and count > 1 and x.dtype not in _HALVES:
+    if training and size == 1 and count > 1 and x.dtype not in ROUNDED:
         return tuple(_aten.native_batch_norm(x, *own, True, momentum, eps))
     if training:
         mean, var = statistics(size, group, promoted(x))
@@ -157,7 +157,7 @@ def _nll(name: str) -> Callable[..., Any]:
         reduction: int,
         ignore_index: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not reduction or (size == 1 and x.dtype not in _HALVES):
+        if not reduction or (size == 1 and x.dtype not in ROUNDED):
             loss, weights = operation(x, target, weight, reduction, ignore_index)
             return loss, weights
         wide = None if weight is None else promoted(weight)
@@ -205,7 +205,7 @@ def _group_norm_backward(
 
 def _layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     own = (weight, bias)
-    if x.is_cpu and x.dtype in _HALVES:
+    if x.is_cpu and x.dtype in ROUNDED:
         own = (_promoted(weight), _promoted(bias))
     y, *statistics = _aten.native_layer_norm(promoted(x) if x.is_cpu else x, shape, *own, eps)
     return y.to(x.dtype), *statistics
@@ -215,7 +215,7 @@ def _layer_norm_backward(
     grad: Any, x: Any, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, output_mask: Any
 ) -> Any:
     operation = _aten.native_layer_norm_backward
-    if x.is_cuda or x.dtype not in _HALVES:
+    if x.is_cuda or x.dtype not in ROUNDED:
         return operation(grad, x, shape, mean, rstd, weight, bias, output_mask)
     own = (_promoted(weight), _promoted(bias))
     wide = operation(promoted(grad), promoted(x), shape, mean, rstd, *own, output_mask)
