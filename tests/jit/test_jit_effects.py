@@ -408,6 +408,17 @@ def under_autocast(on):
 
 
 @CASES.add(1)
+def statistics_whose_update_no_schema_declares(on):
+    mean, var = on.put(torch.zeros(8, dtype=torch.float64)), on.put(torch.ones(8).double())
+
+    @on.jit
+    def step(x):
+        return torch.batch_norm_update_stats(x, mean, var, 0.1)
+
+    return [*(each for x in on.rows(2) for each in step(x)), mean, var]
+
+
+@CASES.add(1)
 def loops(on):
     w = on.put(data() / 8).requires_grad_()
 

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from _support import EAGER, close, gradients
+from _support import EAGER, autocast, close, gradients
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -79,6 +79,33 @@ def test_rows_and_channels_stay_where_they_are(name):
     step = tp.jit(both(layer), compile=EAGER, fullgraph=True)
     assert not step.lower(*there).resharded
     close(step(*there), expected, atol=1e-12, rtol=0)
+
+
+NORMS = {"layer": nn.LayerNorm(6), "group": nn.GroupNorm(2, 4), "batch": nn.BatchNorm1d(4)}
+
+
+@pytest.mark.cpu_only("norms of GPUs want weights in the dtype of the values")
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_under_autocast_stay_where_they_are(kind):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), copy.deepcopy(NORMS[kind]), nn.GELU(), nn.Linear(6, 6))
+    model = tp.replicate(copy.deepcopy(plain))
+    x = torch.randn(8, 4, 6)
+
+    def step_of(model):
+        def step(x):
+            model.zero_grad()
+            with autocast(torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    step, there = tp.jit(step_of(model), compile=EAGER, fullgraph=True), tp.shard_batch(x)
+    torch.testing.assert_close(step(there).cpu(), step_of(plain)(x), atol=1e-3, rtol=1e-3)
+    close(gradients(model), gradients(plain), atol=2e-3, rtol=2e-2)
+    assert not step.lower(there).resharded
 
 
 HEADS_CUT = {"out_proj.weight": P(None, "y")}

@@ -487,6 +487,11 @@ def a_nan_in_a_value_of_all_processes(setting):
     return _sought(_rooted, spanning(2 - X), setting)
 
 
+@_in_last_row
+def a_nan_that_find_nan_finds_in_a_value_of_all_processes():
+    return tp.debug.find_nan(mapped(_rooted), spanning(2 - X))
+
+
 @in_both_modes(expect_rows([6.0, 7.0, 10.0, 15.0]))
 def no_nan_though_it_is_sought(setting):
     return _sought(_rooted, mine(X**2), setting)

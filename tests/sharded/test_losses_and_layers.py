@@ -289,6 +289,6 @@ def test_attention_of_other_devices_is_that_of_the_cpu(options):
     close(layers.attention_by_torch(*heads, *rest, **named), y)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     expected = backward(grad, *heads, y, kept, *rest, **by_cpu)
-    gradients = layers.attention_backward_by_torch(grad, *heads, *rest, **named)
+    gradients = layers.attention_backward_by_torch(grad, *heads, y, kept, *rest, **named)
     for mine, theirs in zip(gradients, expected, strict=True):
         close(mine, theirs)

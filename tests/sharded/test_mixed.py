@@ -18,7 +18,7 @@ from _support import TEST_ALL
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchpmap as tp
-from torchpmap._sharded.arguments import written_by
+from torchpmap._base.writes import written_values
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -218,7 +218,7 @@ def choices_of(call, devices, most, choose):
     """Layouts for the operands of a call: ``most`` of all combinations, at random."""
     func, args, kwargs = call
     operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    written = {id(x) for x in written_by(func, args, kwargs)}
+    written = {id(x) for x in written_values(func, args, kwargs)}
     each = [dict(layouts_of(x, devices, id(x) in written)) for x in operands]
     combinations = list(itertools.product(*each))
     combinations = [names for names in combinations if set(names) != {"here"}]

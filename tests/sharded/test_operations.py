@@ -8,6 +8,7 @@ import torch
 from _sharded_values import LAYOUTS, ROWS, any_layout, each, on_mesh
 from _spies import asked
 from _support import DEVICE
+from torch.nn import functional as F
 from torch.nn.functional import one_hot
 
 import torchpmap as tp
@@ -151,6 +152,21 @@ def test_norms_in_half_precision(kind, of_weights, dtype):
         for mine, theirs in pairs:
             assert mine.grad.dtype == theirs.grad.dtype
             torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("of_weights", [torch.float16, torch.float32, None])
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4)])
+def test_layer_norms_of_nothing_in_half_precision(shape, of_weights):
+    values = torch.zeros(shape, dtype=torch.float16)
+    weight = None if of_weights is None else torch.ones(shape[1], dtype=of_weights)
+    for put in (tp.replicate, tp.shard_batch)[: 1 + bool(shape[0])]:
+        found = []
+        for given in ((values.clone(), weight), (put(values), tp.replicate(weight))):
+            x, w = given
+            given = [each.requires_grad_() for each in given if each is not None]
+            F.layer_norm(x, shape[1:], w).sum().backward()
+            found.append([each.grad.cpu() for each in given])
+        torch.testing.assert_close(*found)
 
 
 def test_batch_norms_that_do_not_train():

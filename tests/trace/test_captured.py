@@ -205,6 +205,10 @@ LOST = {
     "detach().numpy": (lambda w, p, x: w.detach().numpy().fill(9), OF_TYPE),
     "apply_": (lambda w, p, x: w.apply_(lambda a: a + 1), OF_TYPE + r" \(.apply_\(\)\)"),
     "map_": (lambda w, p, x: w.map_(w, lambda a, b: a + b + 1), OF_TYPE + r" \(.map_\(\)\)"),
+    "undeclared": (
+        lambda w, p, x: torch.batch_norm_update_stats(torch.stack([p, p]) * x, w, None, 0.1),
+        OF_TYPE,
+    ),
     "replaced data": (replace_data, "parameter"),
     "an optimizer": (step_of_an_optimizer, "parameter.*optimizer"),
 }

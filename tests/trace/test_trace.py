@@ -77,6 +77,10 @@ def test_dead_code_and_detaches_are_dropped():
         (lambda x, w: (w + x.squeeze(0)).squeeze(0).unsqueeze(0), None),
         (lambda x, w: torch.frexp(x.squeeze(0))[0].unsqueeze(0), None),  # it gives two
         (lambda x, w: x.squeeze(0).clone().add_(w).unsqueeze(0), None),  # it writes
+        (  # its kernel for CPUs does not broadcast
+            lambda x, w: torch.ops.aten.gelu_backward(w.bfloat16(), x.bfloat16().squeeze(0)),
+            None,
+        ),
     ],
 )
 def test_operations_on_each_number_keep_the_row_of_a_block(body, expected):

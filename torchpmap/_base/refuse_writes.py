@@ -15,8 +15,8 @@ from torchpmap._base.torch_internals import (
     innermost,
     no_torch_dispatch,
     with_memory,
-    written_values,
 )
+from torchpmap._base.writes import written_values
 
 
 class RefuseWrites(TorchDispatchMode):

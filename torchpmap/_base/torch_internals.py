@@ -32,7 +32,7 @@ read, these are used elsewhere: attributes of ``CustomOpDef`` (``_trace/custom_o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -425,27 +425,6 @@ def gives_views(func: Any) -> bool:
     """Whether an operation returns a view of an argument (not the argument that it writes to)."""
     aliases = [argument.alias_info for argument in func._schema.arguments]
     return any(alias is not None and not alias.is_write for alias in aliases)
-
-
-def written_names(arguments: Sequence[Any]) -> list[str]:
-    """Names of those arguments of a schema that the operation writes to."""
-    return [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
-
-
-def written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that a call of ``func`` writes to; for a list, its members."""
-    if func in _BATCH_NORMS:  # its schema does not say so
-        return [x for x in args[3:5] if x is not None] if args[5] else []
-    found: list[Any] = []
-    if func._schema.is_mutable:
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                found += value if isinstance(value, list | tuple) else [value]
-    return found
-
-
-_BATCH_NORMS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default)
 
 
 # -- Dynamo ----------------------------------------------------------------------------------------

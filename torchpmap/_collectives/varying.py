@@ -29,8 +29,8 @@ from torchpmap._base.torch_internals import (
     TorchDispatchMode,
     innermost,
     with_memory,
-    written_values,
 )
+from torchpmap._base.writes import written_values
 from torchpmap._layout.axis_stack import Axis
 
 Axes = frozenset[Axis]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -76,11 +75,11 @@ def shard_batch(
     paths = structure.paths("batch")
     rows = [_rows(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
     length = _length(rows, paths)
-    cut: Callable[..., Layout] = partial(row_layout, dim=0, axis_name=None)
-    place = replicated_layout if length % len(chosen) and not stacked else cut
 
     def layout(shape: tuple[int, ...], dtype: torch.dtype, path: str) -> Layout:
-        return place(shape, dtype, chosen)
+        if length % len(chosen) and not stacked:
+            return replicated_layout(shape, dtype, chosen)
+        return row_layout(shape, dtype, chosen, 0, None)
 
     if not stacked:
         return put_as(structure.unflatten(rows), layout, "batch")

@@ -207,7 +207,7 @@ class _BatchNorms(TorchFunctionMode):
         """How many numbers per channel the statistics are of."""
         each = x.numel() // (x.shape[0] * x.shape[1])
         if self._mask is None:
-            count = x.shape[0] * each * (axis_size(self._axes) if self._axes else 1)
+            count = x.shape[0] * each * axis_size(self._axes)
             if count == 1:
                 raise ValueError(
                     "apply: a batch norm that trains expects more than 1 value per channel, but "
@@ -220,18 +220,16 @@ class _BatchNorms(TorchFunctionMode):
                 f"module got an input of shape {list(x.shape)}. The mask must have one bool per "
                 "row of dim 0; a module that folds other dims into dim 0 cannot use it."
             )
-        rows = self._mask.sum()
-        return each * (psum(rows, self._axes) if self._axes else rows)
+        return each * psum(self._mask.sum(), self._axes)
 
     def _mean(self, values: torch.Tensor, count: Any) -> torch.Tensor:
         """[N, C, ...] -> [C]: the mean over the rows of all members."""
         dims = [dim for dim in range(values.dim()) if dim != 1]
         if self._mask is None:
-            mean = values.mean(dims)
-            return pmean(mean, self._axes) if self._axes else mean
+            return pmean(values.mean(dims), self._axes)
         mask = self._mask.view(-1, *[1] * (values.dim() - 1))
         total = torch.where(mask, values, 0).sum(dims)
-        return (psum(total, self._axes) if self._axes else total) / count
+        return psum(total, self._axes) / count
 
     def _note(
         self, buffer: torch.Tensor | None, value: torch.Tensor, momentum: float, is_known: Any

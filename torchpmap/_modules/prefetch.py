@@ -140,7 +140,9 @@ class Prefetch(Generic[R]):
         batch = [self._place(each) for each in islice(loader, 1)]
         if not batch:
             return
-        feed = _Feed(self._size, loader, _as_it_is if places_here else self._place_ahead)
+        feed = _Feed(
+            self._size, loader, (lambda batch: batch) if places_here else self._place_ahead
+        )
         del loader
         try:
             feed.start()
@@ -235,10 +237,6 @@ class _Feed:
                 self._ready.put([])
             except BaseException as error:
                 self._ready.put(error)
-
-
-def _as_it_is(batch: T) -> T:
-    return batch
 
 
 def _empty(queue: SimpleQueue[Any]) -> None:

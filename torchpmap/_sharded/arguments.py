@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpmap._base.torch_internals import is_composite, written_names
+from torchpmap._base.torch_internals import is_composite
+from torchpmap._base.writes import written_arguments
 from torchpmap._sharded.rules.compute import elementwise
 from torchpmap._sharded.rules.table import rule_of
 
@@ -111,26 +112,6 @@ def call(func: Any, arguments: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def written_slots(func: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """The operands that an operation writes to."""
-    written = written_by(func, (), arguments)
-    return tuple(item.position for item in written if isinstance(item, Slot))
-
-
-_STATISTICS = ("running_mean", "running_var")
-_UNDECLARED = {
-    "_copy_from": ("dst",),
-    "_copy_from_and_resize": ("dst",),
-    "batch_norm_gather_stats": _STATISTICS,
-    "batch_norm_gather_stats_with_counts": _STATISTICS,
-    "batch_norm_update_stats": _STATISTICS,
-    "cudnn_batch_norm": _STATISTICS,
-    "miopen_batch_norm": _STATISTICS,
-    "native_batch_norm": _STATISTICS,
-}
-"""Arguments that an operation writes to though its schema does not say so (torch 2.13), unless its
-argument ``training`` is false.
-"""
 _ORDERED = frozenset(
     [
         *("_adaptive_avg_pool2d", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa"),
@@ -154,8 +135,7 @@ class Facts(NamedTuple):
     """Of its arguments."""
     slots: frozenset[str]
     """Arguments whose Python numbers are inputs, not part of the key."""
-    written: tuple[tuple[int, str], ...]
-    """Arguments that it writes to, and ``training`` before those that depend on it."""
+    writes: bool
     is_composite: bool
     """Whether it is defined by other operations."""
     keeps_order: bool
@@ -168,15 +148,12 @@ class Facts(NamedTuple):
 def facts_of(func: Any) -> Facts:
     schema = func._schema
     names = tuple(argument.name for argument in schema.arguments)
-    declared = written_names(schema.arguments)
-    undeclared = _UNDECLARED.get(schema.name.removeprefix("aten::"))
-    written = [*declared, *(() if undeclared is None else ("training", *undeclared))]
     is_elementwise = rule_of(func) is elementwise
     numbers = [a.name for a in schema.arguments if str(a.type) in _OF_NUMBERS]
     return Facts(
         names,
         frozenset(numbers if is_elementwise else ()),
-        tuple((names.index(name), name) for name in written if name in names),
+        bool(written_arguments(func)),
         is_composite(func),
         is_elementwise or schema.name.removeprefix("aten::") in _ORDERED,
         schema.name in ("aten::_linalg_det", "aten::_linalg_slogdet"),
@@ -188,19 +165,6 @@ def is_by_columns(func: Any, operands: Sequence[Any]) -> bool:
     matrix transposed, and asks in the backward pass whether it was contiguous.
     """
     return facts_of(func).asks_order and not operands[0].is_contiguous()
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation writes to."""
-    written: list[Any] = []
-    for position, name in facts_of(func).written:
-        value = args[position] if position < len(args) else kwargs.get(name)
-        if name == "training":
-            if not value:
-                break
-            continue
-        written.extend(value if isinstance(value, list | tuple) else (value,))
-    return written
 
 
 def occurrences(kind: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

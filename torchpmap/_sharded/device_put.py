@@ -190,12 +190,12 @@ def put_as(
             if wanted.is_replicated:
                 inline_mode.note_replicated(result)
         else:
-            result = _put(value.detach() if is_leaf else value, wanted)
+            result = put(value.detach() if is_leaf else value, wanted)
         placed.append(result.requires_grad_() if is_leaf else result)
     return structure.unflatten(placed)
 
 
-def _put(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+def put(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     """``value`` laid out as ``layout``, differentiably."""
     if isinstance(value, Escaped):
         value.refuse()
@@ -227,11 +227,11 @@ class _Put(torch.autograd.Function):
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
         if ctx.before is None:
             return cotangent.cpu().to(ctx.device), None
-        return _put(cotangent, ctx.before), None
+        return put(cotangent, ctx.before), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
-        return _put(tangent, ctx.layout)
+        return put(tangent, ctx.layout)
 
     @staticmethod
     def vmap(*_: Any) -> Any:
@@ -344,7 +344,7 @@ def _put_rows(layout: Layout, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     if inline_mode.active():
         return torch.stack(list(rows))
     if any(map(_is_followed, rows)):
-        return _put(torch.stack([row.cpu() for row in rows]), layout)
+        return put(torch.stack([row.cpu() for row in rows]), layout)
     team = current_runtime().team(layout.ranks)
     return make_sharded(layout, team.runtime.put(team, [row.unsqueeze(0) for row in rows]))
 

@@ -6,7 +6,7 @@ devices, and each device gets those of its block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.operations import move
 from torchpmap._sharded.strides import strides_of, strides_of_copy
 from torchpmap._sharded.transfer import (
+    blocks_of,
     check_equal_everywhere,
-    has_copies,
     places_here,
     store,
 )
-from torchpmap._sharded.views import Make, write
+from torchpmap._sharded.views import write
 
 _aten = torch.ops.aten
 
@@ -45,19 +45,19 @@ _DRAWING = _FILLING | _LIKE
 
 def _bernoulli(x: Any, generator: Any = None) -> Any:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return (_like(x, wide, torch.rand, generator) < x).to(x.dtype)
+    return (_like(x, wide, torch.rand_like, generator) < x).to(x.dtype)
 
 
 def _bernoulli_(x: Any, p: Any, generator: Any = None) -> Any:
     wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-    return x.copy_(_like(x, wide, torch.rand, generator) < p)
+    return x.copy_(_like(x, wide, torch.rand_like, generator) < p)
 
 
 def _normal(mean: Any, std: Any = 1.0, generator: Any = None) -> Any:
     like = mean if isinstance(mean, torch.Tensor) else std
     if isinstance(std, torch.Tensor) and std.shape != like.shape:
         like = mean + std
-    return _like(like, like.dtype, torch.randn, generator) * std + mean
+    return _like(like, like.dtype, torch.randn_like, generator) * std + mean
 
 
 def _native_dropout(x: Any, p: float, train: bool | None) -> tuple[Any, Any]:
@@ -67,9 +67,8 @@ def _native_dropout(x: Any, p: float, train: bool | None) -> tuple[Any, Any]:
     return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
 
 
-def _like(x: Any, dtype: torch.dtype, sample: Callable[..., torch.Tensor], generator: Any) -> Any:
-    like = torch.rand_like if sample is torch.rand else torch.randn_like
-    return like(x, dtype=dtype, **({} if generator is None else {"generator": generator}))
+def _like(x: Any, dtype: torch.dtype, draw: Callable[..., torch.Tensor], generator: Any) -> Any:
+    return draw(x, dtype=dtype, **({} if generator is None else {"generator": generator}))
 
 
 _COMPOSED: dict[Any, Callable[..., Any]] = {
@@ -95,7 +94,7 @@ def is_drawn(func: Any, args: Sequence[Any], operands: Sequence[Any]) -> bool:
     return func in _DRAWING and len(operands) == 1 and args[0] is operands[0]
 
 
-def draw(make: Make, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation that draws random numbers."""
     if func in _COMPOSED:
         return _COMPOSED[func](*args, **kwargs)
@@ -106,14 +105,14 @@ def draw(make: Make, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     drawn = func(host, *rest, **kwargs)
     what = f"what {func} draws"
     if func in _FILLING:
-        write(target, send_again(layout, host, what), make)
+        write(target, send_again(layout, host, what))
         return target
     wanted = general_layout(layout.shape, drawn.dtype, layout.sharding)
-    return make(wanted, send_again(wanted, drawn, what), strides=strides_of(drawn))
+    return target._made(wanted, send_again(wanted, drawn, what), strides=strides_of(drawn))
 
 
 def with_whole(
-    make: Make, func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any]
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments with some of the operands whole on every device; all processes must call it."""
     note_gather(func, sum(operand.nbytes for operand in operands))
@@ -122,29 +121,33 @@ def with_whole(
         layout, handle = operand._alive()
         wanted = replicated_layout(layout.shape, layout.dtype, layout.devices)
         moved = move(layout, handle, wanted)
-        copies[id(operand)] = make(wanted, moved, strides=strides_of_copy(operand))
-    given: tuple[Sequence[Any], dict[str, Any]] = tree_map(
-        lambda value: copies.get(id(value), value), (args, kwargs)
-    )
+        copies[id(operand)] = operand._made(wanted, moved, strides=strides_of_copy(operand))
+    given: tuple[Sequence[Any], dict[str, Any]] = exchanged((args, kwargs), copies)
     return given
 
 
+def exchanged(tree: Any, others: Mapping[int, Any]) -> Any:
+    """A tree with other leaves, by the ``id`` of those that they replace."""
+    return tree_map(lambda leaf: others.get(id(leaf), leaf), tree)
+
+
 def draw_from_whole(
-    make: Make, func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any]
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any]
 ) -> Any:
     """Run an operation that draws numbers which depend on values of several processes: each process
     draws those of all rows, and its devices get their blocks; all processes must call it.
     """
-    args, kwargs = with_whole(make, func, args, kwargs, operands)
+    args, kwargs = with_whole(func, args, kwargs, operands)
     result = func(*args, **kwargs)
     wanted = spread_layout(result.shape, result.dtype, operands[0]._alive()[0].devices)
-    return make(wanted, send_again(wanted, result, f"the result of {func}"))
+    return operands[0]._made(wanted, send_again(wanted, result, f"the result of {func}"))
 
 
 def send_again(layout: Layout, host: torch.Tensor, what: str) -> Handle:
     """Send a value that was computed in this process, or raise if several processes would hold
     copies that differ.
     """
-    if has_copies(layout) and len(places_here(layout)) < len(layout.devices):
+    has_copies = len(layout.devices) > len(blocks_of(layout))
+    if has_copies and len(places_here(layout)) < len(layout.devices):
         check_equal_everywhere({what: host}, layout.ranks)
     return store(layout, host)

@@ -26,7 +26,6 @@ from torchpmap._sharded.tensor import ShardedTensor, make_sharded
 from torchpmap._sharded.transfer import (
     EQUAL,
     check_equal_everywhere,
-    check_kinds_everywhere,
     fetch_blocks,
     host_tensor,
     is_whole_here,
@@ -68,7 +67,7 @@ def global_view(x: Tree) -> Tree:
             path: _kind(leaf) for leaf, path in zip(leaves, paths, strict=True) if leaf is not None
         }
         if kinds:
-            check_kinds_everywhere(kinds, _EQUAL_ROWS)
+            check_equal_everywhere(kinds, None, _EQUAL_ROWS, "another shape or dtype")
     return structure.unflatten(
         [_global(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
     )

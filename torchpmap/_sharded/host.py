@@ -13,7 +13,6 @@ import torch
 from torch.autograd import forward_ad
 
 from torchpmap._base.errors import kind_of
-from torchpmap._base.pytree import tree_map
 from torchpmap._base.torch_internals import LEVEL, forward_state, lazy_bits, untraced
 from torchpmap._layout.common_grid import common_grid
 from torchpmap._layout.layout import Layout
@@ -22,6 +21,7 @@ from torchpmap._sharded.draws import (
     FROM_VALUES,
     draw,
     draw_from_whole,
+    exchanged,
     is_drawn,
     send_again,
     with_whole,
@@ -33,43 +33,30 @@ from torchpmap._sharded.strides import strides_of_copy
 from torchpmap._sharded.transfer import is_whole_here
 from torchpmap._sharded.trial import insist_on_kind
 from torchpmap._sharded.views import (
-    Make,
     host_copies,
     share_values,
     write,
 )
 
 
-def run_on_host(*given: Any) -> Any:
-    """Run an operation on tensors of class ``kind``; it writes to ``targets``, some of these.
-
-    given: kind, make, func, args, kwargs, targets
-    """
-    with lazy_bits():  # operations of several steps conjugate, and go on
-        return _run(*given)
-
-
-def _run(
-    kind: Any,
-    make: Make,
-    func: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    targets: Sequence[Any],
+@lazy_bits()  # operations of several steps conjugate, and go on
+def run_on_host(
+    kind: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]
 ) -> Any:
+    """Run an operation on tensors of class ``kind``; it writes to ``targets``, some of these."""
     operands = list({id(x): x for x in occurrences(kind, args, kwargs)}.values())
     if kwargs.get("device") == _META:
         return _of_no_values(func, args, kwargs, operands)
     if is_drawn(func, args, operands):
-        return draw(make, func, args, kwargs)
+        return draw(func, args, kwargs)
     layouts = [operand._alive()[0] for operand in operands]
     if func in FROM_VALUES and not all(map(is_whole_here, layouts)):
-        return draw_from_whole(make, func, args, kwargs, operands)
+        return draw_from_whole(func, args, kwargs, operands)
     are_together = len({layout.ranks for layout in layouts}) == 1
     if are_together and len(targets) < 2 and common_grid(layouts) is None:
         kept = (*targets, *operands)[0]
         moved = [operand for operand in operands if operand is not kept]
-        args, kwargs = with_whole(make, func, args, kwargs, moved)
+        args, kwargs = with_whole(func, args, kwargs, moved)
         return func(*args, **kwargs)
     for layout in layouts:
         _insist_whole(layout, func)
@@ -82,12 +69,12 @@ def _run(
         if is_by_columns(func, operands):
             copies[0] = in_columns(copies[0])
     gathered = {id(x): copy for x, copy in zip(operands, copies, strict=True)}
-    host_args, host_kwargs = tree_map(lambda value: gathered.get(id(value), value), (args, kwargs))
+    host_args, host_kwargs = exchanged((args, kwargs), gathered)
     result = on_host(func)(*host_args, **host_kwargs)
     if targets:
-        _write_back(make, func, targets, gathered)
+        _write_back(func, targets, gathered)
         originals = {id(gathered[id(target)]): target for target in targets}
-        return tree_map(lambda value: originals.get(id(value), value), result)
+        return exchanged(result, originals)
     return result
 
 
@@ -117,7 +104,7 @@ def _of_no_values(
         id(x): torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         for x in operands
     }
-    args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
+    args, kwargs = exchanged((args, kwargs), stand_ins)
     return func(*args, **kwargs)
 
 
@@ -131,14 +118,12 @@ def _copy(operand: Any) -> torch.Tensor:
     return copy.copy_(host)
 
 
-def _write_back(
-    make: Make, func: Any, targets: Sequence[Any], gathered: dict[int, torch.Tensor]
-) -> None:
+def _write_back(func: Any, targets: Sequence[Any], gathered: dict[int, torch.Tensor]) -> None:
     for target in targets:
         insist_on_kind(func, target, gathered[id(target)])
     for target in targets:
         handle = send_again(target._layout, gathered[id(target)], f"what {func} writes")
-        write(target, handle, make)
+        write(target, handle)
 
 
 def is_recorded(x: torch.Tensor) -> bool:

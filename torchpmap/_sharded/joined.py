@@ -19,7 +19,9 @@ from torch.fx import Node
 
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._layout.grid import Cut, block_shape, padded
+from torchpmap._sharded.arguments import facts_of
 from torchpmap._sharded.rules.compute import elementwise
+from torchpmap._sharded.rules.shape import order_of
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._sharded.spmd import Emitter
 
@@ -147,7 +149,8 @@ def followed(node: Node, joined: Mapping[Node, Joined]) -> tuple[bool, Joined | 
     if func is _aten.expand.default:
         return made.ndim == _ndim(node.args[0]), first
     if func in _MOVES:
-        return True, first._replace(dim=_order(node, made.ndim).index(first.dim))
+        named = dict(zip(facts_of(func).names, node.args, strict=False))
+        return True, first._replace(dim=order_of(named, made.ndim).index(first.dim))
     if func is _aten.bmm.default:
         is_fine = len(set(joined.values())) == 1 and all(x in joined for x in node.args)
         return (True, first) if is_fine and first.dim == 0 else (False, None)
@@ -169,19 +172,6 @@ def followed(node: Node, joined: Mapping[Node, Joined]) -> tuple[bool, Joined | 
 def _ndim(node: Any) -> int:
     ndim: int = node.meta["val"].ndim
     return ndim
-
-
-def _order(node: Node, ndim: int) -> list[int]:
-    """The dim of the operand that each dim of the result is."""
-    if node.target is _aten.permute.default:
-        dims: Any = node.args[1]
-        return [dim % ndim for dim in dims]
-    order = list(range(ndim))
-    args: Any = node.args
-    first, second = (0, ndim - 1) if node.target is _aten.t.default else args[1:]
-    if ndim:
-        order[first], order[second] = order[second], order[first]
-    return order
 
 
 def _product(rows: Joined | None, columns: Joined | None) -> tuple[bool, Joined | None]:

@@ -2,8 +2,9 @@
 
 Of most operations, a device runs the operation itself on its blocks.  These need more: the
 statistics of a batch norm are those of the whole batch, and the mean of a loss divides by the
-number of all rows.  Each function has the arguments of its operation, after ``size`` and ``group``:
-how many devices have a part of the rows, and their group.  With ``size`` 1 it communicates nothing.
+number of all rows.  Each of these functions has the arguments of its operation, after ``size`` and
+``group``: how many devices have a part of the rows, and their group.  With ``size`` 1 it
+communicates nothing.  Others do what kernels of some devices do not (``_alone``).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 
 from torchpmap._collectives import backend as raw
+from torchpmap._sharded.unforeseen import ROUNDED
 
 _aten = torch.ops.aten
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def run_on_blocks(name: str, size: int, group: str, *args: Any, **kwargs: Any) -> Any:
@@ -36,7 +37,11 @@ def _sums(size: int, group: str, *parts: torch.Tensor) -> tuple[torch.Tensor, ..
 
 def promoted(x: torch.Tensor) -> torch.Tensor:
     """Half precision as float32, in which statistics and sums keep their digits."""
-    return x.float() if x.dtype in _HALVES else x
+    return x.to(ROUNDED[x.dtype]) if x.dtype in ROUNDED else x
+
+
+def _promoted(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else promoted(value)
 
 
 def per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -60,41 +65,33 @@ def _batch_norm(
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
     own = (weight, bias, running_mean, running_var)
-    wider = [value.dtype for value in own if value is not None and value.dtype not in _HALVES]
+    wider = [value.dtype for value in own if value is not None and value.dtype not in ROUNDED]
     kept = wider[0] if wider else x.dtype
-    weight, bias, *_ = (None if value is None else promoted(value) for value in own)
-    if not training:
+    count = size * x.numel() // x.shape[1]
+    if training and size == 1 and count > 1 and x.dtype not in ROUNDED:
+        return tuple(_aten.native_batch_norm(x, *own, True, momentum, eps))
+    if training:
+        mean, var = statistics(size, group, promoted(x))
+        saved = mean.to(kept), (var + eps).rsqrt().to(kept)
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            correction = count / max(count - 1, 1)  # a block may have one row when tried alone
+            running_var.lerp_((var * correction).to(running_var.dtype), momentum)
+    else:
         assert running_mean is not None
         assert running_var is not None
-        known = promoted(running_mean), promoted(running_var)
-        y = _aten.native_batch_norm(promoted(x), weight, bias, *known, False, momentum, eps)[0]
-        return y.to(x.dtype), x.new_zeros(0, dtype=kept), x.new_zeros(0, dtype=kept)
-    count = size * x.numel() // x.shape[1]
-    if size == 1 and count > 1 and x.dtype not in _HALVES:
-        return tuple(_aten.native_batch_norm(x, *own, True, momentum, eps))
-    mean, var = statistics(size, group, promoted(x))
-    if running_mean is not None:
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-    if running_var is not None:
-        correction = count / max(count - 1, 1)  # a block may have one row when it is tried alone
-        running_var.lerp_((var * correction).to(running_var.dtype), momentum)
-    y = _aten.native_batch_norm(promoted(x), weight, bias, mean, var, False, 0.0, eps)[0]
-    return y.to(x.dtype), mean.to(kept), (var + eps).rsqrt().to(kept)
+        mean, var = promoted(running_mean), promoted(running_var)
+        saved = x.new_zeros(0, dtype=kept), x.new_zeros(0, dtype=kept)
+    known = _promoted(weight), _promoted(bias), mean, var
+    return _aten.native_batch_norm(promoted(x), *known, False, 0.0, eps)[0].to(x.dtype), *saved
 
 
-def _functional_batch_norm(
-    size: int,
-    group: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    *options: Any,
-) -> tuple[torch.Tensor, ...]:
+def _functional_batch_norm(size: int, group: str, *args: Any) -> tuple[torch.Tensor, ...]:
     """The new running statistics are results."""
-    running = running_mean.clone(), running_var.clone()
-    return *_batch_norm(size, group, x, weight, bias, *running, *options), *running
+    x, weight, bias, *running = args[:5]
+    running = [value.clone() for value in running]
+    return *_batch_norm(size, group, x, weight, bias, *running, *args[5:]), *running
 
 
 def statistics(size: int, group: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +157,7 @@ def _nll(name: str) -> Callable[..., Any]:
         reduction: int,
         ignore_index: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not reduction or (size == 1 and x.dtype not in _HALVES):
+        if not reduction or (size == 1 and x.dtype not in ROUNDED):
             loss, weights = operation(x, target, weight, reduction, ignore_index)
             return loss, weights
         wide = None if weight is None else promoted(weight)
@@ -188,7 +185,7 @@ def _mean_loss_backward(name: str) -> Callable[..., Any]:
 # -- group norm ------------------------------------------------------------------------------------
 
 
-def _group_norm(size: int, group: str, x: Any, weight: Any, bias: Any, n: int, *rest: Any) -> Any:
+def _group_norm(x: Any, weight: Any, bias: Any, n: int, *rest: Any) -> Any:
     y, *statistics = _aten.native_group_norm(x, weight, bias, x.shape[0], *rest)
     # the CPU's kernel takes parameters of another dtype; meta tensors do not say what it then gives
     like = next((value for value in (weight, bias) if value is not None), x)
@@ -196,7 +193,7 @@ def _group_norm(size: int, group: str, x: Any, weight: Any, bias: Any, n: int, *
 
 
 def _group_norm_backward(
-    size: int, group: str, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, n: int, *rest: Any
+    grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, n: int, *rest: Any
 ) -> Any:
     found = _aten.native_group_norm_backward(grad, x, mean, rstd, weight, x.shape[0], *rest)
     return None if found[0] is None else found[0].to(x.dtype), *found[1:]
@@ -206,37 +203,20 @@ def _group_norm_backward(
 # In half precision, only the CPU's kernel rounds the statistics to it; meta tensors say float32.
 
 
-def _layer_norm(
-    size: int,
-    group: str,
-    x: torch.Tensor,
-    shape: Sequence[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, ...]:
+def _layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     own = (weight, bias)
-    if x.is_cpu and x.dtype in _HALVES:
+    if x.is_cpu and x.dtype in ROUNDED:
         own = (_promoted(weight), _promoted(bias))
     y, *statistics = _aten.native_layer_norm(promoted(x) if x.is_cpu else x, shape, *own, eps)
     return y.to(x.dtype), *statistics
 
 
 def _layer_norm_backward(
-    size: int,
-    group: str,
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    shape: Sequence[int],
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+    grad: Any, x: Any, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, output_mask: Any
+) -> Any:
     operation = _aten.native_layer_norm_backward
-    if not x.is_cpu or x.dtype not in _HALVES:
-        return tuple(operation(grad, x, shape, mean, rstd, weight, bias, output_mask))
+    if x.is_cuda or x.dtype not in ROUNDED:
+        return operation(grad, x, shape, mean, rstd, weight, bias, output_mask)
     own = (_promoted(weight), _promoted(bias))
     wide = operation(promoted(grad), promoted(x), shape, mean, rstd, *own, output_mask)
     dtypes = (x.dtype, *((x if value is None else value).dtype for value in (weight, bias)))
@@ -246,29 +226,15 @@ def _layer_norm_backward(
     )
 
 
-def _promoted(value: torch.Tensor | None) -> torch.Tensor | None:
-    return None if value is None else promoted(value)
-
-
 # -- attention -------------------------------------------------------------------------------------
 # The caller's tensors are of the CPU, so torch chooses the CPU's kernel whatever the devices are.
 
 
-def _attention(
-    size: int,
-    group: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *rest: Any,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention(query: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, ...]:
     if query.device.type in ("cpu", "meta"):
-        y, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, *rest, **options
-        )
-        return y, logsumexp
-    y = attention_by_torch(query, key, value, *rest, **options)
+        operation = _aten._scaled_dot_product_flash_attention_for_cpu
+        return tuple(operation(query, *rest, **options))
+    y = attention_by_torch(query, *rest, **options)
     kept = torch.promote_types(query.dtype, torch.float32)
     return y, query.new_full(query.shape[:-1], math.nan, dtype=kept)  # only the CPU's kernel has it
 
@@ -289,22 +255,11 @@ def attention_by_torch(
     )
 
 
-def _attention_backward(
-    size: int,
-    group: str,
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    *rest: Any,
-    **options: Any,
-) -> tuple[torch.Tensor, ...]:
+def _attention_backward(grad: Any, query: torch.Tensor, *rest: Any, **options: Any) -> Any:
     if query.device.type in ("cpu", "meta"):
         operation = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return tuple(operation(grad, query, key, value, out, logsumexp, *rest, **options))
-    return attention_backward_by_torch(grad, query, key, value, *rest, **options)
+        return operation(grad, query, *rest, **options)
+    return attention_backward_by_torch(grad, query, *rest, **options)
 
 
 def attention_backward_by_torch(
@@ -312,6 +267,8 @@ def attention_backward_by_torch(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
     dropout_p: float,
     is_causal: bool,
     **options: Any,
@@ -321,10 +278,10 @@ def attention_backward_by_torch(
     def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return attention_by_torch(query, key, value, dropout_p, is_causal, **options)
 
-    return gradients(forward, (query, key, value), (grad,))
+    return _gradients(forward, (query, key, value), (grad,))
 
 
-def gradients(
+def _gradients(
     function: Callable[..., Any],
     operands: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor | None],
@@ -350,30 +307,13 @@ def gradients(
 _LSTM_MODE = 2
 
 
-def _lstm(
-    size: int,
-    group: str,
-    x: torch.Tensor,
-    w_input: torch.Tensor,
-    w_hidden: torch.Tensor,
-    b_input: torch.Tensor,
-    b_hidden: torch.Tensor,
-    hx: torch.Tensor,
-    cx: torch.Tensor,
-    reverse: bool,
-    batch_sizes: Sequence[int],
-    mode: int,
-    hidden_size: int,
-    num_layers: int,
-    has_biases: bool,
-    *rest: Any,
-) -> tuple[torch.Tensor, ...]:
+def _lstm(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    *weights, hx, cx, reverse, batch_sizes, mode, _, _, has_biases = args[:12]
     assert mode == _LSTM_MODE
     assert not batch_sizes
     keeps = x.new_zeros(1, dtype=torch.uint8)
     if x.is_meta:
         return x.new_empty(*x.shape[:2], hx.shape[-1]), hx.clone(), cx.clone(), keeps
-    weights = (w_input, w_hidden, b_input, b_hidden)
     return *_lstm_layer(reverse, has_biases, x, *weights, hx, cx), keeps
 
 
@@ -395,47 +335,50 @@ def _lstm_layer(
     return y.flip(0) if reverse else y, hy[0], cy[0]
 
 
-def _lstm_backward(size: int, group: str, *args: Any) -> tuple[torch.Tensor, ...]:
+def _lstm_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     operands, grads = args[:7], args[10:13]
     reverse, _, _, _, has_biases = args[13:18]
     if operands[0].is_meta:
         return tuple(map(torch.empty_like, operands))
-    return gradients(functools.partial(_lstm_layer, reverse, has_biases), operands, grads)
+    return _gradients(functools.partial(_lstm_layer, reverse, has_biases), operands, grads)
 
 
-def _log_sigmoid(size: int, group: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The caller's kernel promises what CPUs keep for the backward pass; GPUs keep nothing."""
     y, kept = _aten.log_sigmoid_forward(x)
     return y, kept if kept.shape == x.shape else x.abs().neg().exp()
 
 
+def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a device does with its own rows, whatever others have."""
+    return lambda size, group, *args, **kwargs: function(*args, **kwargs)
+
+
 MEAN_LOSSES = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss")
 
 INSTEAD: dict[str, Callable[..., Any]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "mkldnn_rnn_layer": _lstm,
-    "mkldnn_rnn_layer_backward": _lstm_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": _alone(_attention),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _alone(_attention_backward),
+    "mkldnn_rnn_layer": _alone(_lstm),
+    "mkldnn_rnn_layer_backward": _alone(_lstm_backward),
     "_native_batch_norm_legit_functional": _functional_batch_norm,
     "native_batch_norm": _batch_norm,
     "native_batch_norm_backward": _batch_norm_backward,
-    "native_group_norm": _group_norm,
-    "native_group_norm_backward": _group_norm_backward,
-    "log_sigmoid_forward": _log_sigmoid,
-    "native_layer_norm": _layer_norm,
-    "native_layer_norm_backward": _layer_norm_backward,
+    "native_group_norm": _alone(_group_norm),
+    "native_group_norm_backward": _alone(_group_norm_backward),
+    "log_sigmoid_forward": _alone(_log_sigmoid),
+    "native_layer_norm": _alone(_layer_norm),
+    "native_layer_norm_backward": _alone(_layer_norm_backward),
     **{f"{loss}_backward": _mean_loss_backward(f"{loss}_backward") for loss in MEAN_LOSSES},
     **{name: _nll(name) for name in ("nll_loss_forward", "nll_loss2d_forward")},
 }
 """By the operation's name."""
 
 _HERE: dict[Any, Callable[..., Any]] = {
-    _aten.mkldnn_rnn_layer.default: functools.partial(_lstm, 1, ""),
-    _aten.mkldnn_rnn_layer_backward.default: functools.partial(_lstm_backward, 1, ""),
+    _aten.mkldnn_rnn_layer.default: _lstm,
+    _aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
-        lambda grad, query, key, value, out, logsumexp, *rest, **options: (
-            attention_backward_by_torch(grad, query, key, value, *rest, **options)
-        )
+        attention_backward_by_torch
     ),
 }
 """What runs on the host for operations whose kernels read what a device's kernel did not keep."""

@@ -25,7 +25,7 @@ from torchpmap._layout.common_grid import CommonGrid, common_grid
 from torchpmap._layout.layout import Layout, spread_layout
 from torchpmap._runtime.base import Team
 from torchpmap._runtime.defining import define
-from torchpmap._sharded.arguments import Unsupported, facts_of, filled, plain
+from torchpmap._sharded.arguments import Unsupported, filled, plain
 from torchpmap._sharded.choice import chosen
 from torchpmap._sharded.on_blocks import OnBlocks, described
 from torchpmap._sharded.rules.table import rule_of
@@ -54,14 +54,10 @@ class Operation:
     """The ``Trial`` of its call; None: it is a move."""
     moved: int = 0
     """Bytes of the operands that devices need more of than they have."""
-    written: tuple[int, ...] = ()
-    """If it writes: of the first outputs, the operands whose new values they are."""
     reduces: bool = False
     """Whether its derivative makes a gradient as large as the first operand of a smaller one."""
     checks_numbers: bool = False
     """Whether a number may be out of range of an integer dtype."""
-    keeps_order: bool = False
-    """Whether the dims of its results have the same order in memory as the operands'."""
 
     def __del__(self) -> None:
         self.team.runtime.forget(self.id)
@@ -238,8 +234,6 @@ def _emitted(
         (inputs, outputs),
         trial=trial,
         moved=moved,
-        written=trial.written,
         reduces=name_of(trial.func) in _SMALLER and layouts[0] is not None,
         checks_numbers=None in inputs and trial.has_integers,
-        keeps_order=facts_of(trial.func).keeps_order and not trial.written,
     )

@@ -232,7 +232,7 @@ def start(operation: Operation, kind: Any, operands: Sequence[Any]) -> list[tupl
         note_gather(operation.trial.func, operation.moved)
     if operation.spans:
         _compare(known, operation, kind, operands)
-    if operation.written:
+    if operation.trial.written:
         operation.trial.check_places(operands)
     held: list[Handle] = []
     for operand, layout in zip(operands, operation.inputs, strict=True):

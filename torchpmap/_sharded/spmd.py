@@ -31,7 +31,7 @@ from torchpmap._layout.grid import Cut
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._sharded.arguments import filled, positional
-from torchpmap._sharded.layers import INSTEAD, run_on_blocks
+from torchpmap._sharded.layers import INSTEAD, promoted, run_on_blocks
 from torchpmap._sharded.on_blocks import OnBlocks
 from torchpmap._sharded.rules.signature import Combine
 from torchpmap._sharded.unforeseen import ROUNDED, name_of
@@ -304,8 +304,7 @@ def rows_taken(
     dim, start, step, count = rows
     at = torch.arange(count, device=place.device) * step + start - place * block.shape[dim]
     nothing = block.new_full((), complex(-0.0, -0.0) if block.is_complex() else -0.0)
-    taken = _rows_at(block, dim, at, nothing)
-    return taken.to(ROUNDED.get(block.dtype, block.dtype)).reshape(shape)
+    return promoted(_rows_at(block, dim, at, nothing)).reshape(shape)
 
 
 def rows_put(

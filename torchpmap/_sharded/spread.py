@@ -36,11 +36,12 @@ from torchpmap._sharded.joined import (
     joined_by,
     keeps_rows,
 )
+from torchpmap._sharded.layers import INSTEAD
 from torchpmap._sharded.on_blocks import OnBlocks, described
 from torchpmap._sharded.rules.table import rule_of
 from torchpmap._sharded.spmd import WITHOUT_STRIDES, Emitter, added_and_cut, added_up
 from torchpmap._sharded.summands import OF_SHAPES, Moved, Value, carried
-from torchpmap._sharded.trial import Trial, meta
+from torchpmap._sharded.trial import Trial, masked, meta, on_meta
 from torchpmap._sharded.unforeseen import name_of
 from torchpmap._trace.graphs import placeholders, results_of
 from torchpmap._trace.repetition import place_of
@@ -248,7 +249,9 @@ class Spread:
 
     def _on_whole(self, node: Node) -> Any:
         """Something that no rule is for: every device does it with whole operands."""
-        self._wait_for(node.all_input_nodes)
+        sums = [(source, ()) for source in node.all_input_nodes if self._values[source].over]
+        if sums:
+            raise _Waits(sums)
         self._bring_back(node.all_input_nodes)
         given = {source: self._brought(node, source, ()) for source in node.all_input_nodes}
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
@@ -260,11 +263,6 @@ class Spread:
         places = [place for place, x in enumerate(whole or ()) if isinstance(x, torch.Tensor)]
         blocks = [self.emitter.call(operator.getitem, made, place) for place in places]
         return self._values_of(node, blocks, [()] * len(blocks))
-
-    def _wait_for(self, nodes: Iterable[Node]) -> None:
-        sums = [(node, ()) for node in nodes if self._values[node].over]
-        if sums:
-            raise _Waits(sums)
 
     def _operation(self, node: Node, func: Any) -> Any:
         named = dict(zip(facts_of(func).names, node.args, strict=False)) | dict(node.kwargs)
@@ -316,6 +314,7 @@ class Spread:
             placement.results,
             [(*over, *more) for _, more in made],
             is_weight,
+            trial.results,
         )
         return replace(results, joined=rows) if rows else results
 
@@ -387,10 +386,14 @@ class Spread:
         cuts: Sequence[Cut],
         overs: Sequence[tuple[int, ...]] | None = None,
         is_weight: bool = False,
+        kinds: Sequence[torch.Tensor] | None = None,
     ) -> Any:
-        """The values of a node's results, which are ``made`` on a device."""
+        """The values of a node's results, which are ``made`` on a device.
+
+        ``kinds``: of these results, if they may have other dtypes than the trace says.
+        """
         whole = node.meta.get("val", ())
-        results = _tensors(whole)
+        results = _tensors(whole) if kinds is None else kinds
         overs = [()] * len(results) if overs is None else overs
         values = [
             Value(block, tuple(x.shape), x.dtype, cut, tuple(sorted(set(over))), is_weight)
@@ -429,6 +432,9 @@ def _trial_of(
     numbers = itertools.count()
     places = tuple(next(numbers) if isinstance(x, torch.Tensor) else None for x in leaves)
     given = [meta(v.shape, v.dtype) for v in values]
+    if name_of(func) in INSTEAD:  # it keeps more digits of statistics than torch's fake kernels say
+        made = _tensors(masked(on_meta(func, arguments, given), arguments))
+        results = tuple(meta(x.shape, y.dtype) for x, y in zip(results, made, strict=False))
     return Trial(func, arguments, given, (), places, spec, results, True, by_columns)
 
 

@@ -20,7 +20,7 @@ from torchpmap._base.torch_internals import below_dispatch, new_wrapper
 from torchpmap._sharded.arguments import CHANNELS_LAST
 from torchpmap._sharded.memory import CPU, STRIDED
 from torchpmap._sharded.unforeseen import name_of
-from torchpmap._sharded.views import Make, is_linked, linked
+from torchpmap._sharded.views import is_linked, linked
 
 _aten = torch.ops.aten
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -216,10 +216,6 @@ def _overlap_partly(*pair: torch.Tensor) -> bool:
 # -- questions of torch about memory ---------------------------------------------------------------
 
 
-def _same_size_of_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return strides_of(tensor).num_bytes == strides_of(other).num_bytes
-
-
 def _zeros_in_place_of(
     tensor: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims: int = 0
 ) -> torch.Tensor:
@@ -234,7 +230,9 @@ def _zeros_in_place_of(
 
 
 QUESTIONS: dict[Any, Callable[..., Any]] = {
-    _aten._has_same_storage_numel.default: _same_size_of_memory,
+    _aten._has_same_storage_numel.default: lambda tensor, other: (
+        strides_of(tensor).num_bytes == strides_of(other).num_bytes
+    ),
     _aten._new_zeros_with_same_feature_meta.default: _zeros_in_place_of,
     _aten.is_same_size.default: lambda tensor, other: tensor.shape == other.shape,
 }
@@ -259,7 +257,7 @@ _MEMORY_OF_ANOTHER = (
 )
 
 
-def turn(make: Make, func: Any, args: Sequence[Any]) -> Any:
+def turn(func: Any, args: Sequence[Any]) -> Any:
     """Run an in-place operation that changes the shape, such as ``transpose_``."""
     if func not in _TURNING:
         raise RuntimeError(_MEMORY_OF_ANOTHER)
@@ -269,7 +267,7 @@ def turn(make: Make, func: Any, args: Sequence[Any]) -> Any:
             f"{func} would change the shape of a ShardedTensor that shares its values with views "
             "or detached tensors; use the out-of-place operation."
         )
-    result = _TURNING[func](make(*target._alive()), *args)
+    result = _TURNING[func](target._made(*target._alive()), *args)
     with below_dispatch():
         func(target, *args)
     target._layout, target._handle = result._alive()

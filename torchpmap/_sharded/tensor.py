@@ -34,10 +34,11 @@ from torchpmap._base.torch_internals import (
     untraced,
 )
 from torchpmap._base.traced_constants import become_constants
+from torchpmap._base.writes import written_values
 from torchpmap._layout.layout import Layout, Shard
 from torchpmap._layout.mesh import NamedSharding
 from torchpmap._runtime.base import Handle
-from torchpmap._sharded.arguments import CHANNELS_LAST, facts_of, occurrences, written_by
+from torchpmap._sharded.arguments import CHANNELS_LAST, facts_of, occurrences
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.host import ToHost, is_recorded, run_on_host
 from torchpmap._sharded.host_copy import host_copy
@@ -217,6 +218,14 @@ class ShardedTensor(Remote):
         """Whether the pool was shut down, and the data with it."""
         return self._handle is not None and self._handle.team.runtime.closed
 
+    def _twin(self) -> ShardedTensor:
+        """Another tensor of the same value, with the same strides."""
+        return make_sharded(*self._alive(), strides=strides_of(self))
+
+    def _made(self, *given: Any, **options: Any) -> ShardedTensor:
+        """``make_sharded``, for code that this file imports."""
+        return make_sharded(*given, **options)
+
     backward = torch.Tensor.backward  # here, so that it folds tracebacks
 
     # -- another value -----------------------------------------------------------------------------
@@ -242,12 +251,12 @@ class ShardedTensor(Remote):
         layout, handle = value._alive()
         if value is self:
             return
-        old = None if self._layout is None else _same_strides(self)
+        old = None if self._layout is None else self._twin()
         _data.__set__(self, value)  # shape and dtype, and what torch checks
         if old is not None:
             unlink(self, old)
         self._layout, self._handle = layout, handle
-        link_alias(self, value, _same_strides)
+        link_alias(self, value)
 
     # -- to the host -------------------------------------------------------------------------------
 
@@ -324,14 +333,14 @@ class ShardedTensor(Remote):
         if self.is_inference() and not _is_inference():
             self.copy_(host)  # torch's error
         torch.autograd.graph.increment_version(self)
-        write(self, store(layout, host), make_sharded)  # copy_ would hold the value thrice
+        write(self, store(layout, host))  # copy_ would hold the value thrice
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         if self.dim() == 0:
             raise TypeError("iteration over a 0-d tensor")
         layout = self._alive()[0]
-        is_view = num_modes() or is_recorded(self) or layout.is_replicated
-        is_view = is_view or not is_whole_here(layout)
+        is_view = num_modes() or is_recorded(self)
+        is_view = is_view or layout.is_replicated or not is_whole_here(layout)
         return iter((self if is_view else self.to_host()).unbind(0))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -342,8 +351,8 @@ class ShardedTensor(Remote):
         return host.__reduce_ex__(protocol)
 
     def __copy__(self) -> ShardedTensor:
-        twin = _same_strides(self)
-        link_alias(twin, self, _same_strides)
+        twin = self._twin()
+        link_alias(twin, self)
         twin.__dict__.update(self.__dict__)
         twin.requires_grad_(self.requires_grad)
         return twin
@@ -388,7 +397,7 @@ class ShardedTensor(Remote):
             if func in QUESTIONS:
                 return QUESTIONS[func](*args, **kwargs)
             if func in RESHAPING:
-                return turn(make_sharded, func, args)
+                return turn(func, args)
             if func is _aten.as_strided.default:
                 args = in_whole_memory(*args)
         facts = facts_of(func)
@@ -398,7 +407,7 @@ class ShardedTensor(Remote):
             # a view of a normal tensor is a normal tensor
             with torch.inference_mode(False), torch.no_grad():
                 return func(*args, **kwargs)
-        written = written_by(func, args, kwargs) if facts.written else ()
+        written = written_values(func, args, kwargs) if facts.writes else ()
         targets = [target for target in written if type(target) is ShardedTensor]
         for target in targets:
             check_writable(target)
@@ -410,7 +419,7 @@ class ShardedTensor(Remote):
                 other = without_masks(func, args, args[0]._alive()[0])
                 if other is not None:
                     return other[0](*other[1])
-        return run_on_host(cls, make_sharded, func, args, kwargs, targets)
+        return run_on_host(cls, func, args, kwargs, targets)
 
 
 _data: Any = torch.Tensor.data
@@ -457,16 +466,11 @@ def make_all(layouts: Sequence[Layout], handles: Sequence[Handle]) -> list[Shard
     return tensors
 
 
-def _same_strides(tensor: ShardedTensor) -> ShardedTensor:
-    """Another tensor of the same value, with the same strides."""
-    return make_sharded(*tensor._alive(), strides=strides_of(tensor))
-
-
 def _shared(func: Any, source: ShardedTensor, memory_format: Any) -> ShardedTensor:
     """``detach``, ``alias`` and ``clone``."""
     if func is not _aten.clone.default and not is_taken_as_grad():
-        twin = _same_strides(source)
-        link_alias(twin, source, _same_strides)
+        twin = source._twin()
+        link_alias(twin, source)
         return twin
     return make_sharded(*source._alive(), strides=strides_of_copy(source, memory_format))
 
@@ -475,26 +479,22 @@ def _on_devices(
     operation: Operation, operands: list[Any], func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Start an operation on the workers; the results may not be computed yet."""
-    written = [operands[position] for position in operation.written]
+    written = [operands[position] for position in operation.trial.written]
     if written:
         check_overlap(func, written, operands)
     started = start(operation, ShardedTensor, operands)
     if written:
         for target, (_, handle) in zip(written, started, strict=False):
-            write(target, handle, make_sharded)
-        return operation.trial.result(
-            [*written, *(make_sharded(*x) for x in started[len(written) :])]
-        )
-    strides = None
+            write(target, handle)
+        made = [make_sharded(*x) for x in started[len(written) :]]
+        return operation.trial.result([*written, *made])
+    strides: Any = None
     if func.is_view or func is _aten.new_empty_strided.default:
         strides = strides_of_call(func, args, kwargs)
-    elif operation.keeps_order:
+    elif facts_of(func).keeps_order:
         strides = strides_of_computed(func, args, kwargs)
-    if strides is None:
-        results = [make_sharded(*x) for x in started]
-    else:
-        pairs = zip(started, strides, strict=True)
-        results = [make_sharded(*x, strides=theirs) for x, theirs in pairs]
+    pairs = zip(started, strides or [None] * len(started), strict=True)
+    results = [make_sharded(*x, strides=theirs) for x, theirs in pairs]
     if func.is_view:
         link_view(results, args[0], func, args[1:])
     return operation.trial.result(results)

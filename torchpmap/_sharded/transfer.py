@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ def store_on(team: Team, layout: Layout, value: torch.Tensor) -> Handle:
 def gather(layout: Layout, handle: Handle) -> torch.Tensor:
     """Fetch a whole value; of a block that several devices hold, one copy."""
     if layout.is_replicated:
-        return fetch_blocks(layout, handle, [_first_here(layout)])[0]
+        return fetch_blocks(layout, handle, places_here(layout)[:1] or [0])[0]
     owner = handle.team.runtime
     whole = owner.memory(layout.shape, layout.dtype)
     owner.fetch(handle, [(places[0], -1, 0, whole[index]) for places, index in blocks_of(layout)])
@@ -68,11 +68,6 @@ def blocks_of(layout: Layout) -> Collection[tuple[list[int], tuple[slice, ...]]]
     return found.values()
 
 
-def has_copies(layout: Layout) -> bool:
-    """Whether several devices hold one block."""
-    return len(layout.devices) > len(blocks_of(layout))
-
-
 def places_here(layout: Layout) -> list[int]:
     """Which of a layout's devices belong to this process: all, with one controller."""
     here = process_index()
@@ -85,45 +80,25 @@ def is_whole_here(layout: Layout) -> bool:
     return bool(places) and (layout.is_replicated or len(places) == len(layout.devices))
 
 
-def _first_here(layout: Layout) -> int:
-    """The place of a replica in this process, or of the first one."""
-    return next(iter(places_here(layout)), 0)
-
-
 def check_equal_everywhere(
-    values: Mapping[str, Any], ranks: Sequence[int] | None = None, remedy: str = EQUAL
+    values: Mapping[str, Any],
+    ranks: Sequence[int] | None = None,
+    remedy: str = EQUAL,
+    difference: str = "another value",
 ) -> None:
-    """Raise ``ValueError`` in all processes (of ``ranks``) unless all give the same values: tensors
-    or numbers, by path.
+    """Raise ``ValueError`` in all processes (of ``ranks``) unless all give the same tensors,
+    numbers or texts, by path.
     """
-    found = [digest(value) for value in values.values()]
-    _compare(
-        values, found, ranks, "another value", remedy, lambda: list(map(shown, values.values()))
-    )
-
-
-def check_kinds_everywhere(kinds: Mapping[str, str], remedy: str) -> None:
-    """As ``check_equal_everywhere``, for shapes and dtypes."""
-    found = [digest(kind) for kind in kinds.values()]
-    _compare(kinds, found, None, "another shape or dtype", remedy, lambda: list(kinds.values()))
-
-
-def _compare(
-    paths: Iterable[str],
-    digests: Sequence[bytes],
-    ranks: Sequence[int] | None,
-    difference: str,
-    remedy: str,
-    texts: Callable[[], list[str]],
-) -> None:
+    digests = list(map(digest, values.values()))
     ranks = [device.id for device in devices()] if ranks is None else sorted(ranks)
-    what, running = f"comparing {', '.join(paths)}", runtime()
+    what, running = f"comparing {', '.join(values)}", runtime()
     together = digests[0] if len(digests) == 1 else digest(b"".join(digests))
     if running.agree(ranks, together, what):
         return
-    sent = [[one, text] for one, text in zip(digests, texts(), strict=True)]
+    texts = [x if isinstance(x, str) else shown(x) for x in values.values()]
+    sent = [[one, text] for one, text in zip(digests, texts, strict=True)]
     given = [unpacked(data) for data in running.exchange(ranks, packed(sent), what)]
-    for path, theirs in zip(paths, zip(*given, strict=True), strict=True):
+    for path, theirs in zip(values, zip(*given, strict=True), strict=True):
         first = theirs[0]
         other = next((k for k, each in enumerate(theirs) if each[0] != first[0]), None)
         if other is not None:

@@ -17,6 +17,7 @@ import torch
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import TreeSpec, tree_flatten, tree_unflatten
 from torchpmap._base.torch_internals import outside_modes
+from torchpmap._base.writes import written_values
 from torchpmap._sharded.arguments import (
     Slot,
     Unsupported,
@@ -24,7 +25,6 @@ from torchpmap._sharded.arguments import (
     filled,
     is_by_columns,
     positional,
-    written_slots,
 )
 from torchpmap._sharded.layers import INSTEAD, run_on_blocks
 from torchpmap._sharded.memory import Remote
@@ -117,7 +117,8 @@ def tried(
     leaves, spec = tree_flatten(result)
     if any(not (leaf is None or isinstance(leaf, torch.Tensor)) for leaf in leaves):
         raise Unsupported
-    written = written_slots(func, arguments)
+    slots = written_values(func, (), arguments)
+    written = tuple(slot.position for slot in slots if isinstance(slot, Slot))
     for position in written:
         insist_on_kind(func, operands[position], values[position])
     places = {id(values[position]): k for k, position in enumerate(written)}
@@ -152,17 +153,21 @@ def insist_on_kind(func: Any, target: torch.Tensor, written: torch.Tensor) -> No
 def on_meta(func: Any, arguments: dict[str, Any], values: Sequence[Any]) -> Any:
     with outside_modes(), torch.no_grad():
         try:
-            given = filled(arguments, values)
-            if name_of(func) in INSTEAD:
-                args, kwargs = positional(func, given)
-                return run_on_blocks(name_of(func), 1, "", *args, **kwargs)
-            return call(func, given)
+            return _as_on_device(func, filled(arguments, values))
         except NotImplementedError:
             raise Unsupported from None
         except Exception as error:
             if rule_of(func) is not None:  # without a rule it may need the values
                 _raise_as_here(func, arguments, values, error)
             raise Unsupported from None
+
+
+def _as_on_device(func: Any, arguments: dict[str, Any]) -> Any:
+    """Run what a device runs for an operation."""
+    if name_of(func) not in INSTEAD:
+        return call(func, arguments)
+    args, kwargs = positional(func, arguments)
+    return run_on_blocks(name_of(func), 1, "", *args, **kwargs)
 
 
 def masked(result: Any, arguments: dict[str, Any]) -> Any:
@@ -217,7 +222,7 @@ def _raise_as_here(
         given = stand_ins(values, lambda x: new(x.shape, dtype=x.dtype, device="cpu"))
     except RuntimeError:  # not enough memory
         raise error from None
-    call(func, filled(arguments, given))
+    _as_on_device(func, filled(arguments, given))
 
 
 def stand_ins(values: Sequence[Any], make: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:

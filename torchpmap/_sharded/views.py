@@ -30,8 +30,6 @@ from torchpmap._sharded.transfer import store
 from torchpmap._sharded.unforeseen import name_of
 
 _aten = torch.ops.aten
-Make = Callable[..., Any]
-"""Makes a tensor from a layout, a handle and strides."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,16 +69,16 @@ def is_taken_as_grad() -> bool:
     return node is not None and node.name().endswith("AccumulateGrad")
 
 
-def link_alias(twin: Any, original: Any, copy: Callable[[Any], Any]) -> None:
+def link_alias(twin: Any, original: Any) -> None:
     """Note that two tensors share one value, now and after every write.
 
-    ``copy`` makes an unlinked tensor of the same value.  A twin of a view is a view of the parent's
-    twin, because the parent itself may hold an autograd graph.
+    A twin of a view is a view of the parent's twin, because the parent itself may hold an autograd
+    graph.
     """
     view = getattr(original, "_view", None)
     if view is not None and view.parent._layout is not None:
-        parent = copy(view.parent)
-        link_alias(parent, view.parent, copy)
+        parent = view.parent._twin()
+        link_alias(parent, view.parent)
         twin._view = replace(view, parent=parent)
         parent._views = [weakref.ref(twin)]
     aliases = getattr(original, "_aliases", None)
@@ -212,13 +210,13 @@ def _check_back(view: _View, tensor: Any) -> None:
         )
 
 
-def write(target: Any, handle: Handle, make: Make) -> None:
+def write(target: Any, handle: Handle) -> None:
     """Give ``target`` a new value, and with it every tensor linked to it."""
     with torch.no_grad():
-        _spread(target, handle, make, set())
+        _spread(target, handle, set())
 
 
-def _spread(tensor: Any, value: Handle, make: Make, done: set[int]) -> None:
+def _spread(tensor: Any, value: Handle, done: set[int]) -> None:
     alike = [alias for alias in aliases_of(tensor) if alias._layout is not None]
     for alias in alike:
         alias._handle = value
@@ -226,14 +224,14 @@ def _spread(tensor: Any, value: Handle, make: Make, done: set[int]) -> None:
     for alias in alike:
         for view in _views(alias):
             if id(view) not in done:
-                taken = view._view.take(make(alias._layout, value))
-                _spread(view, _laid_out(view._layout, taken), make, done)
+                taken = view._view.take(alias._made(alias._layout, value))
+                _spread(view, _laid_out(view._layout, taken), done)
         own = getattr(alias, "_view", None)
         if own is not None and own.parent._layout is not None and id(own.parent) not in done:
             parent = own.parent
-            whole = make(parent._layout, parent._handle)
-            back = _BACK[own.func](own, whole, make(alias._layout, value))
-            _spread(parent, _laid_out(parent._layout, back), make, done)
+            whole = parent._made(parent._layout, parent._handle)
+            back = _BACK[own.func](own, whole, alias._made(alias._layout, value))
+            _spread(parent, _laid_out(parent._layout, back), done)
 
 
 def _laid_out(layout: Layout, value: Any) -> Handle:
@@ -254,27 +252,15 @@ def _argument(view: _View, position: int, default: Any) -> Any:
     return view.args[position] if position < len(view.args) else default
 
 
-def _reshape(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return part.reshape(whole.shape)
-
-
-def _again(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return view.func(part, *view.args)
-
-
-def _permute(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    order = [dim % whole.ndim for dim in view.args[0]]
-    return part.permute([order.index(dim) for dim in range(whole.ndim)])
-
-
 def _scatter(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     scatter = getattr(_aten, f"{name_of(view.func)}_scatter").default
     result: torch.Tensor = scatter(whole, part, *view.args)
     return result
 
 
-def _unbind(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return torch.select_scatter(whole, part, _argument(view, 0, 0), view.number)
+def _permute(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    order = [dim % whole.ndim for dim in view.args[0]]
+    return part.permute([order.index(dim) for dim in range(whole.ndim)])
 
 
 def _split(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -283,38 +269,23 @@ def _split(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor
     return torch.slice_scatter(whole, part, dim, start, start + part.shape[dim])
 
 
-def _as_dtype(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return part.view(whole.dtype)
-
-
-def _as_complex(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_complex(part)
-
-
-def _as_real(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(part)
-
-
+_RESHAPED = (
+    *(_aten._reshape_alias.default, _aten.expand.default, _aten.unsqueeze.default),
+    *(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.view.default),
+)
+_OWN_INVERSE = (_aten._conj.default, _aten.t.default, _aten.transpose.int)
+_PARTS = (_aten.as_strided.default, _aten.diagonal.default, _aten.select.int, _aten.slice.Tensor)
 _BACK: dict[Any, Back] = {
-    _aten._conj.default: _again,
-    _aten._reshape_alias.default: _reshape,
-    _aten.as_strided.default: _scatter,
-    _aten.diagonal.default: _scatter,
-    _aten.expand.default: _reshape,
+    **dict.fromkeys(_RESHAPED, lambda view, whole, part: part.reshape(whole.shape)),
+    **dict.fromkeys(_OWN_INVERSE, lambda view, whole, part: view.func(part, *view.args)),
+    **dict.fromkeys(_PARTS, _scatter),
     _aten.permute.default: _permute,
-    _aten.select.int: _scatter,
-    _aten.slice.Tensor: _scatter,
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split,
-    _aten.squeeze.default: _reshape,
-    _aten.squeeze.dim: _reshape,
-    _aten.squeeze.dims: _reshape,
-    _aten.t.default: _again,
-    _aten.transpose.int: _again,
-    _aten.unbind.int: _unbind,
-    _aten.unsqueeze.default: _reshape,
-    _aten.view.default: _reshape,
-    _aten.view.dtype: _as_dtype,
-    _aten.view_as_complex.default: _as_real,
-    _aten.view_as_real.default: _as_complex,
+    _aten.unbind.int: lambda view, whole, part: torch.select_scatter(
+        whole, part, _argument(view, 0, 0), view.number
+    ),
+    _aten.view.dtype: lambda view, whole, part: part.view(whole.dtype),
+    _aten.view_as_complex.default: lambda view, whole, part: torch.view_as_real(part),
+    _aten.view_as_real.default: lambda view, whole, part: torch.view_as_complex(part),
 }

@@ -42,9 +42,9 @@ from torchpmap._base.torch_internals import (
     level_of,
     set_forward_grad,
     torch_function_off,
-    written_values,
 )
 from torchpmap._base.torch_versions import apply_entry
+from torchpmap._base.writes import written_values
 from torchpmap._collectives.groups import summed, varied
 from torchpmap._collectives.varying import (
     NONE,

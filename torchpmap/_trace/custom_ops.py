@@ -30,8 +30,9 @@ import torch
 from torch._library import simple_registry
 
 from torchpmap._base.sources import TORCH
-from torchpmap._base.torch_internals import OPDEFS, CustomOpDef, OpOverload, written_names
+from torchpmap._base.torch_internals import OPDEFS, CustomOpDef, OpOverload
 from torchpmap._base.torch_versions import autocast_dtypes
+from torchpmap._base.writes import written_names
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.graphs import all_nodes
 

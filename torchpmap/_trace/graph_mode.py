@@ -229,6 +229,17 @@ def _batch_norm(
     return _aten._native_batch_norm_legit(x, weight, bias, mean, var, training, *rates)
 
 
+def _update_statistics(
+    x: torch.Tensor, mean: torch.Tensor | None, var: torch.Tensor | None, momentum: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    for running, statistic in ((mean, torch.mean), (var, torch.var)):
+        if running is not None:
+            running.lerp_(statistic(x, dims).to(running.dtype), momentum)
+    own_var, own_mean = torch.var_mean(x, dims, correction=0)
+    return own_mean, own_var
+
+
 def _cudnn_batch_norm(x: torch.Tensor, *rest: Any) -> Any:
     reserve = x.new_empty(0, dtype=torch.uint8)
     return *_aten.native_batch_norm.default(x, *rest), reserve
@@ -275,7 +286,8 @@ _DECOMPOSED: dict[Any, Callable[..., Any]] = {
     # its schema does not say that it writes the running statistics, so they would get lost with an
     # output of no use
     _aten.native_batch_norm.default: _batch_norm,
-    # that of cuDNN does not say so either
+    # nor do these
+    _aten.batch_norm_update_stats.default: _update_statistics,
     _aten.cudnn_batch_norm.default: _cudnn_batch_norm,
     _aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
 }

@@ -24,8 +24,8 @@ from torchpmap._base.torch_internals import (
     outside_modes,
     outside_transforms,
     tracing_mode,
-    written_values,
 )
+from torchpmap._base.writes import written_values
 from torchpmap._collectives.backend import NAMESPACES
 
 GRAPHS = "graphs"

@@ -155,6 +155,8 @@ def _keeps_rows(node: torch.fx.Node) -> bool:
     if not all(isinstance(value, torch.Tensor) for value in (result, *given)):  # frexp gives two
         return False
     dims = {x.meta["val"].ndim for x in node.all_input_nodes if _row_of(x)}
+    if target is _aten.gelu_backward.default and not all(map(_row_of, node.all_input_nodes)):
+        return False  # oneDNN broadcasts nothing
     # a tensor without dims has less say in what dtype the result has
     return result.ndim in dims and len({value.dtype for value in given}) == 1
 

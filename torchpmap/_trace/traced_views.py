@@ -38,8 +38,8 @@ from torchpmap._base.torch_internals import (
     torch_function_off,
     tracing_mode,
     transforms,
-    written_values,
 )
+from torchpmap._base.writes import written_values
 from torchpmap._trace.windows import Entries, put, take
 
 _current: ContextVar[TracedViews | None] = ContextVar("torchpmap_traced_views", default=None)

@@ -32,9 +32,11 @@ from torchpmap._base.torch_internals import (
 )
 from torchpmap._layout.axis_stack import Axis
 from torchpmap._layout.grid import Cut
+from torchpmap._layout.layout import replicated_layout
 from torchpmap._plan.autograd import without_derivative
 from torchpmap._runtime.inline_mode import note_replicated, serial
-from torchpmap._sharded.tensor import ShardedTensor
+from torchpmap._sharded.device_put import put
+from torchpmap._sharded.tensor import ShardedTensor, spans_processes
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.effects import check_equal
 from torchpmap._trace.program import (
@@ -186,6 +188,9 @@ def _not_differentiable(prefix: str) -> str:
 
 def _own(leaf: Any) -> torch.Tensor:
     """A copy of an argument: the function may write to it."""
+    if spans_processes(leaf):  # all of which make the call
+        layout = leaf._alive()[0]
+        leaf = put(leaf, replicated_layout(layout.shape, layout.dtype, layout.devices))
     if type(leaf) is ShardedTensor:
         return leaf.cpu()
     return _copied(leaf)

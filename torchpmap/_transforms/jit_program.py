@@ -25,7 +25,7 @@ from torchpmap._sharded.constraints import constrained, wishes
 from torchpmap._sharded.gather_report import tell_of_gather
 from torchpmap._sharded.global_view import check_host_values
 from torchpmap._sharded.spread import NotOnBlocks
-from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded
+from torchpmap._sharded.tensor import ShardedTensor, make_all
 from torchpmap._sharded.transfer import gather
 from torchpmap._sharded.views import is_linked, linked, write
 from torchpmap._trace.compile import parse_compile
@@ -390,7 +390,7 @@ def _write_all(
         elif target._handle is None:
             target._layout, target._handle = layout, handle
         else:
-            write(target, handle, make_sharded)
+            write(target, handle)
     try:
         increment_version(targets)
     except RuntimeError:  # tensors of inference mode have no version

@@ -33,7 +33,7 @@ from torchpmap._base.boundary import boundary, fold
 from torchpmap._base.busy import waiting
 from torchpmap._base.config import config
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
-from torchpmap._base.pytree import flatten_call, map_tensors
+from torchpmap._base.pytree import flatten_call
 from torchpmap._base.torch_internals import (
     any_requires_grad,
     break_graph,
@@ -202,9 +202,8 @@ class Mapped(Made, Generic[_P, _R]):
         return sorted({device.process_index for device in devices})
 
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Arguments with the rows of all processes."""
-        found: tuple[Any, Any] = map_tensors(nans.whole, (args, kwargs))
-        return found
+        """Arguments with the rows of all processes, which values that span these have."""
+        return args, kwargs
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = flatten_call(args, kwargs)

@@ -35,8 +35,8 @@ from torchpmap._base.torch_internals import (
     next_node_number,
     num_modes,
     with_memory,
-    written_values,
 )
+from torchpmap._base.writes import written_values
 from torchpmap._collectives.backend import NAMESPACES
 from torchpmap._layout import axis_stack
 from torchpmap._loops.surroundings import steps
@@ -390,14 +390,11 @@ def _most_telling(
     return found.with_traceback(error.__traceback__) if error and is_mine else found
 
 
-def whole(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """The value with the rows of all processes, along ``dim`` if it has only those of this one."""
+def whole(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The value with the rows, along ``dim``, of all processes."""
     from torchpmap.multihost import all_gather  # which most programs never need
 
-    if dim is not None:
-        found = all_gather(x.movedim(dim, 0), tiled=True).movedim(0, dim)
-    else:
-        found = all_gather(x) if spans_processes(x) else x
+    found = all_gather(x.movedim(dim, 0), tiled=True).movedim(0, dim)
     return found.detach().requires_grad_(x.requires_grad)
 
 

@@ -118,7 +118,7 @@ def find_nan(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     mapped function runs as under ``fake_pmap(serial=True)``; a jitted one runs operation by
     operation.  What ``fun`` writes (parameters, ``.grad``), it writes.  A NaN counts even if a
     later operation drops it, as ``torch.where`` may; with ``tp.config.debug_infs`` infinity counts
-    too.
+    too.  All processes that have blocks of an argument must make the call.
 
     Args:
         fun: any function: mapped, jitted, or one that calls such functions.

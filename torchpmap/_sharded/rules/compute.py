@@ -267,12 +267,11 @@ def _table() -> dict[str, Rule]:
     }
     for kind, names in _REDUCTIONS.items():
         table |= dict.fromkeys(names.split(), _reduction(kind))
-    for num_dims, names in _ON_LAST.items():
-        table |= dict.fromkeys(names.split(), trailing(num_dims))
-    for num_dims, names in _RESIZING.items():
-        table |= dict.fromkeys(names.split(), trailing(num_dims))
-        backward = [f"{name}_backward" for name in names.split()]
-        table |= dict.fromkeys(backward, trailing(num_dims, "input_size"))
+    for given, size in (_ON_LAST, None), (_RESIZING, "input_size"):
+        for num_dims, names in given.items():
+            for name in names.split():
+                table[name] = trailing(num_dims)
+                table[f"{name}_backward"] = trailing(num_dims, size)
     return table | dict.fromkeys(_ALONG.split(), _along) | dict.fromkeys(_INDEXED.split(), _indexed)
 
 
@@ -284,17 +283,12 @@ _ALONG = (
 _INDEXED = "index_add index_copy index_fill index_select"
 _ON_LAST = {
     0: "view_as_real",
-    1: "reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward "
-    "view_as_complex",
-    2: "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _linalg_det _linalg_slogdet "
-    "adaptive_max_pool2d adaptive_max_pool2d_backward avg_pool2d avg_pool2d_backward col2im "
-    "linalg_cholesky_ex linalg_inv_ex linalg_qr max_pool2d_with_indices "
-    "max_pool2d_with_indices_backward reflection_pad2d reflection_pad2d_backward "
-    "replication_pad2d replication_pad2d_backward tril triu",
-    3: "_adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d "
-    "adaptive_max_pool3d_backward avg_pool3d avg_pool3d_backward im2col max_pool3d_with_indices "
-    "max_pool3d_with_indices_backward pixel_shuffle pixel_unshuffle reflection_pad3d "
-    "reflection_pad3d_backward replication_pad3d replication_pad3d_backward",
+    1: "reflection_pad1d replication_pad1d view_as_complex",
+    2: "_adaptive_avg_pool2d _linalg_det _linalg_slogdet adaptive_max_pool2d avg_pool2d col2im "
+    "linalg_cholesky_ex linalg_inv_ex linalg_qr max_pool2d_with_indices reflection_pad2d "
+    "replication_pad2d tril triu",
+    3: "_adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d im2col max_pool3d_with_indices "
+    "pixel_shuffle pixel_unshuffle reflection_pad3d replication_pad3d",
 }
 _RESIZING = {
     1: "upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d",
@@ -302,7 +296,9 @@ _RESIZING = {
     "_upsample_bilinear2d_aa _upsample_nearest_exact2d",
     3: "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d",
 }
-"""Operations on so many last dims; these give them another size, of which the gradient is told."""
+"""Operations on so many last dims, and so their gradients; these give them another size, of which
+the gradient is told.
+"""
 
 COMPUTE = _table()
 """Rule by name of the operation, without the ``_`` of its in-place form."""

@@ -9,13 +9,13 @@ from torchpmap._sharded.rules.compute import aligned, letters
 from torchpmap._sharded.rules.signature import Call, Combine, Labels, Rule, Signature
 
 
-def _attention(kept: str, num_rows: int, mask_name: str = "attn_bias") -> Rule:
+def _attention(kept: str, num_rows: int) -> Rule:
     """Rows and heads are batches; the mask, [T, S] or [B or 1, H or 1, T, S], may have them."""
     without_mask = letters(f"query:bh key:bh value:bh {kept}", "bh " * num_rows, "equal")
 
     def rule(call: Call) -> Signature | None:
         signature = without_mask(call)
-        mask = call.arguments.get(mask_name)
+        mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
         if signature is None or mask is None:
             return signature
         whole = (*call.arguments["query"].shape[:2], None, None)[-mask.ndim :]
@@ -62,10 +62,8 @@ _STATE = "hx_:b cx_:b cx_tmp:b hy_:b cy_:b grad_hy:b grad_cy:b"
 """Of an LSTM, [B, H]; its input and output are [T, B, I]."""
 
 LAYERS: dict[str, Rule] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _attention("", 2, "attn_mask"),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(
-        f"grad_out:bh {_KEPT}", 3, "attn_mask"
-    ),
+    "_scaled_dot_product_flash_attention_for_cpu": _attention("", 2),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(f"grad_out:bh {_KEPT}", 3),
     "_scaled_dot_product_flash_attention": _attention("", 2),
     "_scaled_dot_product_flash_attention_backward": _attention(f"grad_out:bh {_KEPT}", 3),
     "_scaled_dot_product_cudnn_attention": _attention("", 2),

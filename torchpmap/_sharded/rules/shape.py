@@ -13,19 +13,20 @@ def _same_dims(operand: Any, *results: Labels, **options: Any) -> Signature:
     return Signature({operand.position: numbered(operand.ndim, set())}, results, **options)
 
 
-def _permute(call: Call) -> Signature:
-    x = call.arguments["self"]
-    return _same_dims(x, tuple(dim % x.ndim for dim in call.arguments["dims"]))
-
-
-def _transpose(call: Call) -> Signature:
-    x = call.arguments["self"]
-    order = list(range(x.ndim))
+def order_of(arguments: dict[str, Any], ndim: int) -> list[int]:
+    """The dim of the operand that each dim of the result is, of ``permute`` and ``transpose``."""
+    if "dims" in arguments:
+        return [dim % ndim for dim in arguments["dims"]]
+    order = list(range(ndim))
     if order:
-        first = call.arguments.get("dim0", 0) % x.ndim
-        second = call.arguments.get("dim1", -1) % x.ndim
+        first, second = arguments.get("dim0", 0), arguments.get("dim1", -1)
         order[first], order[second] = order[second], order[first]
-    return _same_dims(x, tuple(order))
+    return order
+
+
+def _permuted(call: Call) -> Signature:
+    x = call.arguments["self"]
+    return _same_dims(x, tuple(order_of(call.arguments, x.ndim)))
 
 
 def _reshaped(call: Call) -> Signature:
@@ -129,7 +130,7 @@ SHAPE: dict[str, Rule] = {
     "new_full": _new,
     "new_ones": _new,
     "new_zeros": _new,
-    "permute": _permute,
+    "permute": _permuted,
     "repeat": _repeat,
     "select": _part,
     "select_backward": _part,
@@ -141,8 +142,8 @@ SHAPE: dict[str, Rule] = {
     "split_with_sizes": _part,
     "squeeze": _reshaped,
     "stack": _stack,
-    "t": _transpose,
-    "transpose": _transpose,
+    "t": _permuted,
+    "transpose": _permuted,
     "unbind": _part,
     "unsafe_split": _part,
     "unsafe_split_with_sizes": _part,
