@@ -26,7 +26,7 @@ import torch
 from torchpmap._base.errors import warn
 from torchpmap._base.sources import is_library
 from torchpmap._trace.reach import MAX_FOLLOWED, Walk, dict_of
-from torchpmap._trace.watched import Watched, code_of
+from torchpmap._trace.watched import OF_A_FUNCTION, Watched
 
 _MAX_UNEXPLAINED = 3
 
@@ -54,8 +54,8 @@ class Environment:
         self._walk: Walk | None = None
         """As noted; None if nothing is, or if it is not what a trace has read."""
         self._watched = Watched()
-        self._code: tuple[Any, Any, Any] | None = None
-        """The snapshot of a function that closes over nothing."""
+        self._code: list[Any] | None = None
+        """What a function runs that closes over nothing."""
         self._changed_meanwhile: str | None = None
         """The origin of what has changed during a trace."""
         self._num_unexplained = 0
@@ -67,7 +67,8 @@ class Environment:
         walk.run(self._fun, self._given)
         self._walk, self._watched = walk, walk.watched
         is_function = isinstance(self._fun, types.FunctionType) and not self._given
-        self._code = code_of(self._fun) if is_function and len(walk.watched) == 1 else None
+        is_alone = is_function and len(walk.watched) == len(OF_A_FUNCTION)
+        self._code = [ask(self._fun) for ask in OF_A_FUNCTION] if is_alone else None
 
     def copy(self) -> Environment:
         """The same state, noted at the same time."""

@@ -26,17 +26,16 @@ from torchpmap._base.torch_internals import HOOKS_OF_ALL_MODULES, hooks_of, torc
 from torchpmap._trace.code import Stores, code_facts, is_reader, made_by_dataclass, names_in
 from torchpmap._trace.watched import (
     MISSING,
+    OF_A_FUNCTION,
     Place,
     Watched,
-    behind_proxy,
+    answer_of,
     cell_contents,
-    code_of,
     holds_bytes,
     holds_items,
-    in_cell,
-    in_slot,
     mro_of,
     num_registered,
+    referent,
 )
 
 MAX_FOLLOWED = 20_000
@@ -236,13 +235,13 @@ class Walk:
         self._kind(value, origin)
         self._reads_any |= is_reader(value)
         if isinstance(value, weakref.ProxyTypes):
-            self._watch(functools.partial(behind_proxy, value), Place(origin))
+            self._watch(functools.partial(answer_of, referent, value), Place(origin))
         elif isinstance(value, types.FunctionType):
             if not is_foreign(value.__module__) or not is_foreign(_module_of(value)):
                 self._function(value, origin)
                 return
             for cell in value.__closure__ or ():  # torch.func.vmap(partial(loss, model)) is torch's
-                inside = in_cell(cell)
+                inside = answer_of(cell_contents, cell)
                 self._add(inside if callable(inside) else None, origin)
         elif isinstance(value, types.MethodType | staticmethod | classmethod):
             self._add(value.__func__, origin)
@@ -325,7 +324,7 @@ class Walk:
             self._meet(kind, origin)
         for name, member in slots_of(value):
             if (id(value), name) not in self._stored:
-                read = functools.partial(in_slot, member, value)
+                read = functools.partial(answer_of, member.__get__, value)
                 self._watch(read, Place(origin, "attribute", name))
 
     def _class(self, cls: type, origin: str) -> None:
@@ -351,16 +350,17 @@ class Walk:
     def _function(self, function: types.FunctionType, origin: str) -> None:
         is_outermost = not len(self.watched)
         place = Place(origin, "attribute", "__code__")
-        code, defaults, keywords = self.watched.add(code_of, function, place)
+        add = self.watched.add
+        code, defaults, keywords = (add(ask, function, place) for ask in OF_A_FUNCTION)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             place = Place(repr(name) if is_outermost else origin, "name", name)
             if (id(cell), "cell_contents") in self._stored:
                 continue
-            add = self._meet if name == "__class__" else self._add  # of super()
+            follow = self._meet if name == "__class__" else self._add  # of super()
             try:
-                add(self.watched.add(cell_contents, cell, place), place.origin)
+                follow(add(cell_contents, cell, place), place.origin)
             except ValueError:  # not assigned yet
-                self._watch(functools.partial(in_cell, cell), place)
+                self._watch(functools.partial(answer_of, cell_contents, cell), place)
         self._add(defaults, origin)
         self._add(keywords, origin)
         facts = code_facts(code)
