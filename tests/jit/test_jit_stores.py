@@ -74,6 +74,28 @@ def places_of_all_kinds(on):
     return [*results, best, slotted.last, table["sum"], *recent, product, more]
 
 
+class Guarded:
+    __slots__ = ("last", "never")
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+    def __setattr__(self, name, value):
+        raise TypeError(name)
+
+
+@CASES.add(2)
+def slots_that_their_class_guards(on):
+    guarded = Guarded()
+
+    @on.jit
+    def f(x):
+        object.__setattr__(guarded, "last", x * 2)
+        return x.sum()
+
+    return [*map(f, on.rows(3)), guarded.last]
+
+
 class Private:
     __slots__ = ("__last",)
 

@@ -40,7 +40,7 @@ from torchpmap._trace.watched import (
 
 MAX_FOLLOWED = 20_000
 _HOLDERS = (
-    *("types", "typing", "argparse", "collections", "functools"),
+    *("types", "typing", "argparse", "collections", "functools", "weakref", "_weakrefset"),
     *("torch.optim", "torch.distributions"),
 )
 """Foreign modules whose instances hold nothing but a user's values."""
@@ -207,7 +207,7 @@ class Walk:
 
     def _entries(self, table: dict[Any, Any], place: Place) -> None:
         """Watch a dict, but for what is stored there."""
-        kind = OrderedDict if isinstance(table, OrderedDict) else dict
+        kind = table_kind(table)
         self._view(kind.keys(table), place)
         if id(table) not in self._owners_of_stored:
             self._view(kind.values(table), place)
@@ -484,6 +484,13 @@ def dict_of(value: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return table if isinstance(table, dict) else None
+
+
+def table_kind(table: dict[Any, Any]) -> Any:
+    """The class whose methods read and write just what a table holds: one of the user's may make
+    its entries only when it is asked for them, as transformers' tables do.
+    """
+    return OrderedDict if isinstance(table, OrderedDict) else dict
 
 
 def slots_of(value: Any) -> Iterator[tuple[str, types.MemberDescriptorType]]:

@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 
 from torchpmap._base.exact import Pictures
 
-MISSING = object()
+
+class MISSING:
+    """Stands for the value where there is none.  A class is the same object in a copy."""
+
+
 _ANY = object()
 """Stands for a value that is not watched here."""
 _registry_of = getattr(abc, "_get_dump")  # noqa: B009 (not in the stubs)
