@@ -30,6 +30,7 @@ from torchpmap._trace.watched import (
     Place,
     Watched,
     answer_of,
+    attribute_of,
     cell_contents,
     holds_bytes,
     holds_items,
@@ -479,10 +480,7 @@ def is_holder(kind: type) -> bool:
 
 def dict_of(value: Any) -> dict[str, Any] | None:
     """Its attributes, read without calling the user's ``__getattr__``."""
-    try:
-        table = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
+    table = attribute_of(value, "__dict__")
     return table if isinstance(table, dict) else None
 
 

@@ -26,7 +26,7 @@ from torchpmap._trace.code import code_facts
 from torchpmap._trace.environment import others_run
 from torchpmap._trace.reach import SIMPLE, dict_of, is_holder, slots_of, table_kind
 from torchpmap._trace.untraceable import Untraceable
-from torchpmap._trace.watched import MISSING, answer_of
+from torchpmap._trace.watched import MISSING, answer_of, attribute_of
 
 _DEPTH = 5
 """Of containers in attributes: ``optimizer.state[p]["exp_avg"]`` is one of 3."""
@@ -72,7 +72,7 @@ class Slot(NamedTuple):
             return vars(owner).get(name, MISSING)
         if isinstance(owner, ContextVar):
             return owner.get(MISSING)
-        return answer_of(functools.partial(object.__getattribute__, owner), name)
+        return attribute_of(owner, name)
 
     def write(self, value: Any) -> None:
         """Set it, or take it away."""

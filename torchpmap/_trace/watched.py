@@ -191,6 +191,11 @@ def answer_of(ask: Callable[[Any], Any], of: Any) -> Any:
         return MISSING
 
 
+def attribute_of(value: Any, name: str) -> Any:
+    """Read without calling the user's ``__getattr__``; ``MISSING`` if there is none."""
+    return answer_of(partial(object.__getattribute__, value), name)
+
+
 def _same(now: Any, expected: Any) -> bool:
     """Whether no code can tell two values apart that are different objects, and never will."""
     if type(now) is not type(expected):
