@@ -106,7 +106,7 @@ class Numbers:
 
     def _watch(self, optimizer: Optimizer) -> None:
         place = Place(f"a setting of {type(optimizer).__name__}")
-        self._watched.add_dict(optimizer, optimizer.__dict__, place.origin)
+        self._watched.add_attributes(optimizer, vars(optimizer), place.origin, names=False)
         for name in ("param_groups", "state"):
             self._watched.add_name(optimizer.__dict__, name, place)
         self._watched.add_view(optimizer.state.values(), place)

@@ -137,17 +137,14 @@ class Walk:
         self._mentioned()  # a class that was met as that of an instance is one that code may call
         num_followed = 0
         while self._queue:
-            while self._queue:
-                value, origin = self._queue.popleft()
-                num_followed += 1
-                if num_followed > MAX_FOLLOWED:
-                    self.unwatched = origin
-                    break
-                self._follow(value, origin)
-            else:
+            value, origin = self._queue.popleft()
+            num_followed += 1
+            if num_followed > MAX_FOLLOWED:
+                self.unwatched = origin
+                return
+            self._follow(value, origin)
+            if not self._queue:
                 self._mentioned()
-                continue
-            break
 
     def _mentioned(self) -> None:
         """Watch the attributes that the code met so far mentions."""
@@ -208,6 +205,9 @@ class Walk:
 
     def _entries(self, table: dict[Any, Any], place: Place) -> None:
         """Watch a dict, but for what is stored there."""
+        if not table:
+            self.watched.add_size(table, place)
+            return
         kind = table_kind(table)
         self._view(kind.keys(table), place)
         if id(table) not in self._owners_of_stored:
@@ -217,20 +217,24 @@ class Walk:
             self._watch_name(table, name, place)
 
     def _attributes_of(self, value: Any, origin: str) -> None:
+        """Watch the attributes of an instance: their names, and all values or those that code may
+        read.
+        """
         table = dict_of(value)
         if table is None:
             return
-        if is_open(type(value)):
-            self.watched.add_attributes(value, table, origin, values=False)
-            implied = _implied(table).union(*map(_compared, type(value).__mro__))
-            self._owners.append(_Owner(table, implied, set(), origin, True))
-        elif id(table) in self._owners_of_stored:
-            self.watched.add_dict(value, table, origin)
-            self._entries(table, Place(origin, "attribute"))
+        is_module, is_read_by_name = isinstance(value, torch.nn.Module), is_open(type(value))
+        implied = {"training"} if is_module else set()
+        if is_read_by_name:
+            implied |= _implied(table).union(*map(_compared, type(value).__mro__))
         else:
-            self.watched.add_attributes(value, table, origin)
-            for item in list(table.values()):
-                self._add(item, origin)
+            implied.update(table)
+        is_sized = is_module and not is_read_by_name  # all values are watched: that is quicker
+        self.watched.add_attributes(value, table, origin, names=not is_sized)
+        if is_sized:
+            self.watched.add_size(table, Place(origin, "attribute"))
+        done = set(_OF_MODULES) if is_module else set()
+        self._owners.append(_Owner(table, implied, done, origin, True))
 
     def _follow(self, value: Any, origin: str) -> None:
         self._kind(value, origin)
@@ -412,25 +416,15 @@ class Walk:
                 self._watch_attribute(table, name, origin)
 
     def _module(self, module: torch.nn.Module, origin: str) -> None:
-        state = vars(module)
         for hooks in HOOKS_OF_ALL_MODULES:
             self._add(hooks, "a hook of all modules")
             self.stores.has_hooks |= bool(hooks)
-        implied = {"training"}
-        if is_open(type(module)):
-            self.watched.add_attributes(module, state, origin, values=False)
-        else:
-            self.watched.add_dict(module, state, origin)
-            self.watched.add_size(state, Place(origin, "attribute"))
-            implied.update(state)
-        self._owners.append(_Owner(state, implied, set(_OF_MODULES), origin, True))
+        self._attributes_of(module, origin)
         for name in _TABLES:
-            table = state.get(name)  # missing before Module.__init__
-            if table:
+            table = vars(module).get(name)  # missing before Module.__init__
+            if table is not None:
                 self._entries(table, Place(origin, "attribute"))
-                self.stores.has_hooks |= name in _MODULE_HOOKS
-            elif table is not None:
-                self.watched.add_size(table, Place(origin, "attribute"))
+                self.stores.has_hooks |= name in _MODULE_HOOKS and bool(table)
 
     def _tensor(self, tensor: torch.Tensor, origin: str) -> None:
         self.tensors.append(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, call, is_, itemgetter
@@ -17,8 +17,6 @@ class MISSING:
     """Stands for the value where there is none.  A class is the same object in a copy."""
 
 
-_ANY = object()
-"""Stands for a value that is not watched here."""
 _registry_of = getattr(abc, "_get_dump")  # noqa: B009 (not in the stubs)
 OF_A_FUNCTION: tuple[Callable[[Any], Any], ...] = tuple(
     map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))
@@ -60,9 +58,8 @@ class Watched:
         self._views: list[tuple[Any, list[Any] | None, int, Place | None]] = []
         """Objects with items, such as lists and ``dict.values()``: the items, unless only their
         number is watched, that number, and the place; None: see ``_owners``."""
-        self._owners: list[tuple[Any, dict[str, Any], dict[str, Any] | None, str]] = []
-        """Instances, their ``__dict__``, a copy of it if all of it is watched (``_ANY`` where
-        its names are), and the origin."""
+        self._owners: list[tuple[Any, dict[str, Any], Collection[str] | None, str]] = []
+        """Instances, their ``__dict__``, its names if these are watched, and the origin."""
 
     def __len__(self) -> int:
         num_asked = sum(len(asked) for asked, _, _ in self._singles.values())
@@ -96,18 +93,12 @@ class Watched:
         self._views.append((view, items, len(items), place))
 
     def add_attributes(
-        self, owner: Any, table: dict[str, Any], origin: str, *, values: bool = True
+        self, owner: Any, table: dict[str, Any], origin: str, *, names: bool
     ) -> None:
-        """``table``: the ``__dict__`` of the owner, of which all is watched, or all names."""
-        self.add_view(table.keys(), None)
-        if values:
-            self.add_view(table.values(), None)
-        copy = dict(table) if values else dict.fromkeys(table, _ANY)
-        self._owners.append((owner, table, copy, origin))
-
-    def add_dict(self, owner: Any, table: dict[str, Any], origin: str) -> None:
-        """Watch that the ``__dict__`` of the owner stays this one."""
-        self._owners.append((owner, table, None, origin))
+        """Watch that ``table`` stays the ``__dict__`` of the owner, and the names in it."""
+        if names:
+            self.add_view(table.keys(), None)
+        self._owners.append((owner, table, list(table) if names else None, origin))
 
     def seal(self) -> None:
         """Make ready to compare; nothing is added afterwards."""
@@ -160,16 +151,12 @@ class Watched:
             for name, value in values.items():
                 if not all_same([table.get(name, MISSING)], [value]):
                     yield name_places[name]
-        for owner, table, copy, origin in self._owners:
+        for owner, table, names, origin in self._owners:
             now = object.__getattribute__(owner, "__dict__")
             if now is not table:
                 yield Place(origin, "attribute")
-            for name in () if copy is None else copy.keys() | now.keys():
-                then = (copy or {}).get(name, MISSING)
-                if then is _ANY and name in now:
-                    continue
-                if not all_same([now.get(name, MISSING)], [then]):
-                    yield Place(origin, "attribute", name)
+            for name in () if names is None else now.keys() ^ names:
+                yield Place(origin, "attribute", name)
         for view, items, size, view_place in self._views:
             is_same = len(view) == size and (items is None or all_same(list(view), items))
             if view_place is not None and not is_same:
