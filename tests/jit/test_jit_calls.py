@@ -166,6 +166,32 @@ def test_a_setting_that_changes_inside_is_not_lost(name, where):
     torch.testing.assert_close(found, trained(lambda f: f))
 
 
+@pytest.mark.parametrize(("name", "is_input"), [("lr", True), ("momentum", False)])
+def test_a_setting_of_one_of_two_steps_is_not_lost(name, is_input):
+    def trained(jit):
+        x = torch.ones(3, requires_grad=True)
+        optimizer = torch.optim.SGD([x], lr=0.1, momentum=0.5)
+
+        @jit
+        def step():
+            (group,) = optimizer.param_groups
+            for setting in (group[name], group[name] / 2):
+                before, group[name] = group[name], setting
+                optimizer.zero_grad()
+                (x * x).sum().backward()
+                optimizer.step()
+                group[name] = before
+
+        for _ in range(3):
+            step()
+        return x.detach().cpu()
+
+    told = pytest.warns(UserWarning, match="it changes a setting of")
+    with told if is_input else contextlib.nullcontext():
+        found = trained(jit)
+    torch.testing.assert_close(found, trained(lambda f: f))
+
+
 class Registry(dict):
     """As tables of transformers: get() takes one argument, and entries are made when asked for."""
 

@@ -83,6 +83,8 @@ class Environment:
         if stored and other._walk is not None:
             other._stored = stored
             other.refresh()
+            if not self._watched.same():  # other than what was traced
+                other._walk, other._code = None, None
         return other
 
     @contextlib.contextmanager
