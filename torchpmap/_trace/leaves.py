@@ -23,7 +23,14 @@ from torchpmap._base.torch_internals import (
     outside_transforms,
     torch_function_off,
 )
-from torchpmap._trace.capture import DESCRIBING, READERS, Capture, TracedCalls, is_real
+from torchpmap._trace.capture import (
+    DESCRIBING,
+    READERS,
+    Capture,
+    TracedCalls,
+    is_real,
+    nodes_behind,
+)
 from torchpmap._trace.untraceable import Untraceable
 
 
@@ -70,15 +77,8 @@ class Leaves:
         """
         with torch_function_off(), outside_modes():
             # those of a transform are wrapped, and lead to its own arguments
-            mine = [x for x in tree_leaves(outputs) if not is_wrapped(x)]
-            waiting = [getattr(x, "grad_fn", None) for x in mine]
-            seen: set[Any] = {None}
-            while waiting:
-                node: Any = waiting.pop()
-                if node in seen:
-                    continue
-                seen.add(node)
-                waiting += [source for source, _ in node.next_functions]
+            tensors = (x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
+            for node in nodes_behind(x for x in tensors if not is_wrapped(x)):
                 leaf = getattr(node, "variable", None)
                 real = None if leaf is None else self._real.get(id(leaf))
                 if real is not None and any(hooks_of(real)):
