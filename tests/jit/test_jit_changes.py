@@ -36,6 +36,33 @@ def tensors_that_are_stored(on):
 
 
 @CASES.add(fullgraph=False)
+def tensors_that_are_keys(on):
+    one, two = on.put(data()), on.put(data(1))
+    kept, nested, moved = {two: 1}, {}, {one: 1, two: 2}
+
+    @on.jit
+    def stores(x):
+        kept.clear()
+        kept[x] = 1
+        return x * 2
+
+    @on.jit
+    def nests(x):
+        nested["last"] = {x: 1}
+        return x * 3
+
+    @on.jit
+    def moves(x):
+        moved[one] = moved.pop(one)
+        return x * 4
+
+    found = [stores(one), nests(one), moves(one), *kept, *nested["last"], *moved]
+    for key, value in on.jit(lambda x: {x: x * 5})(one).items():
+        found += key, value
+    return found
+
+
+@CASES.add(fullgraph=False)
 def a_schedule_inside(on):
     weight = on.put(data()).requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=1.0)

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpmap._base.exact import exact
-from torchpmap._base.pytree import flatten
+from torchpmap._base.pytree import Structure, flatten
 from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import FakeTensor, innermost
 from torchpmap._trace.code import code_facts
 from torchpmap._trace.environment import others_run
 from torchpmap._trace.reach import SIMPLE, dict_of, is_holder, slots_of, table_kind
 from torchpmap._trace.untraceable import Untraceable
-from torchpmap._trace.watched import MISSING, answer_of, attribute_of
+from torchpmap._trace.watched import MISSING, all_same, answer_of, attribute_of
 
 _DEPTH = 5
 """Of containers in attributes: ``optimizer.state[p]["exp_avg"]`` is one of 3."""
@@ -50,9 +50,11 @@ class Slot(NamedTuple):
     @property
     def text(self) -> str:
         """What errors call it."""
-        is_item = isinstance(self.owner, list | deque)
-        name = "an item of a list" if is_item else repr(self.name)
-        return "a variable" if isinstance(self.owner, CellType) else name
+        if isinstance(self.owner, CellType):
+            return "a variable"
+        if isinstance(self.owner, list | deque):
+            return "an item of a list"
+        return "a key of a dict" if isinstance(self.name, torch.Tensor) else repr(self.name)
 
     @property
     def is_mode(self) -> bool:
@@ -231,8 +233,8 @@ class Snapshot:
         others: list[str] = []
         is_alone = not (self._others_run or others_run())  # else another thread may have done it
         for slot, now, can_store in self._changes():
-            if has_traced(now):
-                if not (can_store and _is_plain(now)):
+            if has_traced((slot.name, now)):
+                if has_traced(slot.name) or not (can_store and _is_plain(now)):
                     raise slot.refusal(where)
                 new[slot.key] = slot
             elif slot.is_users and slot.key not in keys:
@@ -286,8 +288,10 @@ def _differ(now: Any, before: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether each call can have a value of its own like this one."""
-    leaves = flatten(value)[0]
-    return all((isinstance(x, _PLAIN) and innermost(x) is x) or x is MISSING for x in leaves)
+    leaves, structure = flatten(value)
+    return not has_traced_keys(structure) and all(
+        (isinstance(x, _PLAIN) and innermost(x) is x) or x is MISSING for x in leaves
+    )
 
 
 def _has_tensor(value: Any) -> bool:
@@ -302,7 +306,8 @@ def same_items(table: Any, copy: Any) -> bool:
     """Whether a container holds the objects of its copy, in their order."""
     if isinstance(table, dict):
         now = dict(table_kind(table).items(table))
-        return list(now) == list(copy) and all(copy[name] is item for name, item in now.items())
+        is_same = all_same(list(now), list(copy))
+        return is_same and all(copy[name] is item for name, item in now.items())
     if len(table) != len(copy):
         return False
     return all(a is b for a, b in zip(list(table), copy, strict=False))
@@ -311,13 +316,18 @@ def same_items(table: Any, copy: Any) -> bool:
 def _restore_dict(table: dict[Any, Any], copy: dict[Any, Any], is_alone: bool) -> None:
     """Give a table its entries back, in their order unless other threads may use it."""
     kind = table_kind(table)
-    if is_alone and list(kind.keys(table)) != list(copy):
+    if is_alone and not all_same(list(kind.keys(table)), list(copy)):
         kind.clear(table)
     for name in dict.keys(table) - copy.keys():
         kind.__delitem__(table, name)
     for name, item in copy.items():
         if dict.get(table, name, MISSING) is not item:
             kind.__setitem__(table, name, item)
+
+
+def has_traced_keys(structure: Structure) -> bool:
+    """Whether a tensor of a trace is a key of a dict in a pytree."""
+    return has_traced(structure.unflatten([None] * structure.num_leaves))
 
 
 def has_traced(value: Any, depth: int = 8) -> bool:
@@ -327,7 +337,8 @@ def has_traced(value: Any, depth: int = 8) -> bool:
     if not depth or isinstance(value, torch.nn.Module | type | FunctionType):
         return False
     if isinstance(value, (*_TABLES, tuple, frozenset)):
-        return any(has_traced(item, depth - 1) for item in _items(value))
+        keys = list(dict.keys(value)) if isinstance(value, dict) else ()
+        return any(has_traced(item, depth - 1) for item in (*keys, *_items(value)))
     if not is_holder(type(value)):
         return False
     inside = [
