@@ -62,6 +62,28 @@ def tensors_that_are_keys(on):
     return found
 
 
+class Norms(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.seen = {"all": [{}]}
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad)
+                group["norm"] = self.seen["all"][0]["norm"] = p.grad.norm()
+
+
+@CASES.add(fullgraph=False)
+def what_an_optimizer_stores_in_a_group(on):
+    weight = on.put(data()).requires_grad_()
+    optimizer = Norms([weight])
+    step = on.step(lambda x: x @ weight, optimizer)
+    found = [*map(step, on.rows(3)), weight]
+    return [*found, optimizer.param_groups[0]["norm"], optimizer.seen["all"][0]["norm"]]
+
+
 @CASES.add(fullgraph=False)
 def a_schedule_inside(on):
     weight = on.put(data()).requires_grad_()

@@ -119,8 +119,8 @@ class _Table(NamedTuple):
         return is_item and self.parent.is_there()
 
     def attribute(self, name: Any) -> Slot:
-        """The place in the outermost container that leads to an entry."""
-        if self.parent is None:
+        """The place in the outermost container that leads to an entry by names."""
+        if self.parent is None or not isinstance(self.parent.copy, dict):
             return Slot(self.table, name, False)
         names = [x for x, item in self.parent.copy.items() if item is self.table]
         return self.parent.attribute(names[0])
@@ -274,7 +274,7 @@ class Snapshot:
                     yield Slot(table, name), now, is_fixed
                 elif has_traced(now):  # the containers in it may be others in each call
                     slot = each.attribute(name)
-                    yield slot, slot.read(), True
+                    yield slot, slot.read(), self._tables[id(slot.owner)].parent is None
         for slot, value in self._places:
             now = slot.read()
             if _differ(now, value):
