@@ -74,6 +74,18 @@ def places_of_all_kinds(on):
     return [*results, best, slotted.last, table["sum"], *recent, product, more]
 
 
+@CASES.add(2)
+def an_attribute_by_its_text(on):
+    weight = on.put(data())
+
+    @on.jit
+    def f(x):
+        setattr(weight, "last", x * 2)  # noqa: B010
+        return (weight * x).sum()
+
+    return [*map(f, on.rows(3)), weight.last]
+
+
 class Guarded:
     __slots__ = ("last", "never")
 

@@ -22,7 +22,8 @@ _PLACING = {"CACHE", "PRECALL", "COPY", "SWAP"}
 """Instructions that only make or move values."""
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GL")
 _ANY_NAME = {"exec", "globals"}
-_ANY_ATTRIBUTE = {"setattr", "delattr", "__setattr__", "__dict__", "vars"}
+ANY_ATTRIBUTE = {"setattr", "delattr", "__setattr__", "__dict__", "vars"}
+"""Names in code that may store to any attribute."""
 _ASKING = {"getattr", "hasattr"}
 _FORMATTING = {"format", "format_map"}
 _BUILTINS = _ASKING | {"setattr", "delattr", "vars", "dir", "eval", "exec"}
@@ -205,6 +206,6 @@ class Stores:
             return place.name in self.names or not _ANY_NAME.isdisjoint(mentioned)
         if place.kind == "items":
             return self.items or not _CHANGING.isdisjoint(mentioned)
-        if self.has_hooks or not _ANY_ATTRIBUTE.isdisjoint(mentioned):
+        if self.has_hooks or not ANY_ATTRIBUTE.isdisjoint(mentioned):
             return True
         return bool(self.attributes) if place.name is None else place.name in self.attributes

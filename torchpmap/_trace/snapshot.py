@@ -22,7 +22,7 @@ from torchpmap._base.exact import exact
 from torchpmap._base.pytree import Structure, flatten
 from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import FakeTensor, innermost
-from torchpmap._trace.code import code_facts
+from torchpmap._trace.code import ANY_ATTRIBUTE, code_facts
 from torchpmap._trace.environment import others_run
 from torchpmap._trace.reach import SIMPLE, dict_of, is_holder, slots_of, table_kind
 from torchpmap._trace.untraceable import Untraceable
@@ -145,7 +145,9 @@ class Snapshot:
         caches = [each for each in objects if isinstance(each, _CACHE)]
         self._caches = [(each, each.cache_info().misses) for each in caches]
         codes = [code_facts(each.__code__) for each in objects if isinstance(each, FunctionType)]
-        attributes = {name for code in codes for name in code.attributes}
+        attributes = {name for code in codes for name in code.mentioned}
+        if ANY_ATTRIBUTE.isdisjoint(attributes):
+            attributes = {name for code in codes for name in code.attributes}
         for each in objects:
             if isinstance(each, own) or is_holder(type(each)):
                 self._add(each, _DEPTH, None, not isinstance(each, also))
