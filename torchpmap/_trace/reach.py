@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, Generic, NamedTuple, Protocol, get_args
 
@@ -45,7 +45,8 @@ _HOLDERS = (
     *("torch.optim", "torch.distributions"),
 )
 """Foreign modules whose instances hold nothing but a user's values."""
-_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, frozenset, deque)
+_MAPPINGS: tuple[Any, ...] = (OrderedDict, dict, types.MappingProxyType)
+_CONTAINERS = (*_MAPPINGS, list, set, frozenset, deque, tuple)
 SIMPLE = bool | int | float | complex | str | bytes | None
 _NO_CALL = set(get_args(SIMPLE))
 """Types of what cannot be called, as an ``IntEnum`` can."""
@@ -174,6 +175,10 @@ class Walk:
             self._call(value, origin)
         self._meet(value, origin)
 
+    def _add_all(self, values: Iterable[Any], origin: str) -> None:
+        for value in values:
+            self._add(value, origin)
+
     def _call(self, cls: type, origin: str) -> None:
         """Follow what runs when code calls a class."""
         for base in _users(cls):
@@ -200,10 +205,9 @@ class Walk:
     def _view(self, view: Any, place: Place) -> None:
         """Watch items, their number and their order."""
         self.watched.add_view(view, place)
-        for item in list(view):  # other threads may add to it
-            self._add(item, place.origin)
+        self._add_all(tuple(view), place.origin)  # other threads may add to it
 
-    def _entries(self, table: dict[Any, Any], place: Place) -> None:
+    def _entries(self, table: Mapping[Any, Any], place: Place) -> None:
         """Watch a dict, but for what is stored there."""
         if not table:
             self.watched.add_size(table, place)
@@ -249,8 +253,7 @@ class Walk:
                 inside = answer_of(cell_contents, cell)
                 self._add(inside if callable(inside) else None, origin)
         elif isinstance(value, types.MethodType | staticmethod | classmethod):
-            self._add(value.__func__, origin)
-            self._add(getattr(value, "__self__", None), origin)
+            self._add_all((value.__func__, getattr(value, "__self__", None)), origin)
             self.names |= {"__class__"} if isinstance(value, classmethod) else set()
         elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
             if not isinstance(value.__self__, types.ModuleType):
@@ -260,8 +263,7 @@ class Walk:
             self.names |= names
             self._read |= names
         elif isinstance(value, property):
-            for part in (value.fget, value.fset):
-                self._add(part, origin)
+            self._add_all((value.fget, value.fset), origin)
         elif isinstance(value, torch.nn.Module):
             self._module(value, origin)
         elif isinstance(value, type):
@@ -275,8 +277,7 @@ class Walk:
         elif isinstance(value, np.ndarray):
             self._attributes_of(value, origin)
             self.watched.add_read(ArrayContents(value).same, Place(origin))
-            for item in value.ravel().tolist() if value.dtype == object else ():
-                self._add(item, origin)
+            self._add_all(value.ravel().tolist() if value.dtype == object else (), origin)
         elif isinstance(value, bytearray | array.array | memoryview):
             same = functools.partial(holds_bytes, value, bytes(value))
             self.watched.add_read(same, Place(origin))
@@ -293,27 +294,22 @@ class Walk:
     def _holder(self, value: Any, origin: str) -> None:
         """Anything that has items or attributes."""
         kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
-        if kind in (dict, OrderedDict):
-            self._entries(value, Place(origin))
+        place = Place(origin)
+        if kind in _MAPPINGS:
+            self._entries(value, place)
         elif kind is list and id(value) in self._owners_of_stored:
-            self.watched.add_size(value, Place(origin))
-            for place in range(len(value)):
-                if (id(value), place) not in self._stored:
-                    self._add(self.watched.add(itemgetter(place), value, Place(origin)), origin)
-        elif isinstance(value, types.MappingProxyType):
-            self._view(value.keys(), Place(origin))
-            self._view(value.values(), Place(origin))
-        elif isinstance(value, tuple):  # always holds the same
-            for item in tuple.__iter__(value):
-                self._add(item, origin)
-        elif kind is not None and type(value).__iter__ is kind.__iter__:
-            self._view(value, Place(origin))
+            self.watched.add_size(value, place)
+            for number in range(len(value)):
+                if (id(value), number) not in self._stored:
+                    self._add(self.watched.add(itemgetter(number), value, place), origin)
         elif kind is not None:
             items = tuple(kind.__iter__(value))
-            same = functools.partial(holds_items, kind, value, items)
-            self.watched.add_read(same, Place(origin))
-            for item in items:
-                self._add(item, origin)
+            if kind is not tuple and type(value).__iter__ is kind.__iter__:
+                self.watched.add_view(value, place)
+            elif kind is not tuple:  # a tuple always holds the same
+                same = functools.partial(holds_items, kind, value, items)
+                self.watched.add_read(same, place)
+            self._add_all(items, origin)
         if is_holder(type(value)):
             self._attributes_of(value, origin)
         else:
@@ -335,8 +331,7 @@ class Walk:
     def _class(self, cls: type, origin: str) -> None:
         known = registration(cls)
         if known is not None:
-            self._add(known.flatten_fn, origin)
-            self._add(known.unflatten_fn, origin)
+            self._add_all((known.flatten_fn, known.unflatten_fn), origin)
         users = _users(cls)
         if users:
             self.watched.add(mro_of, cls, Place(origin, "attribute", "__bases__"))
@@ -366,8 +361,7 @@ class Walk:
                 follow(add(cell_contents, cell, place), place.origin)
             except ValueError:  # not assigned yet
                 self._watch(functools.partial(answer_of, cell_contents, cell), place)
-        self._add(defaults, origin)
-        self._add(keywords, origin)
+        self._add_all((defaults, keywords), origin)
         facts = code_facts(code)
         names = set(facts.mentioned)
         if code.co_name in _AT_CREATION:
@@ -478,11 +472,11 @@ def dict_of(value: Any) -> dict[str, Any] | None:
     return table if isinstance(table, dict) else None
 
 
-def table_kind(table: dict[Any, Any]) -> Any:
+def table_kind(table: Mapping[Any, Any]) -> Any:
     """The class whose methods read and write just what a table holds: one of the user's may make
     its entries only when it is asked for them, as transformers' tables do.
     """
-    return OrderedDict if isinstance(table, OrderedDict) else dict
+    return next(kind for kind in _MAPPINGS if isinstance(table, kind))
 
 
 def slots_of(value: Any) -> Iterator[tuple[str, types.MemberDescriptorType]]:
