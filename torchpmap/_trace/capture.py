@@ -42,7 +42,7 @@ from torchpmap._base.torch_internals import (
     track_as,
 )
 from torchpmap._base.torch_versions import function_entry
-from torchpmap._trace.escaped import note_made
+from torchpmap._trace.escaped import note
 from torchpmap._trace.graphs import Closure
 from torchpmap._trace.kinds import absence, oddity
 from torchpmap._trace.remat import Record
@@ -303,7 +303,7 @@ class TracedCalls(Substitute):
         if torch.compiler.is_dynamo_compiling():  # it has its own tensors, and no sets of getters
             return func(*args, **kwargs)
         result = self._call(func, types, args, kwargs)
-        note_made(result, self.capture.executions.place)
+        note(result, self.capture.executions.place)
         return result
 
     def _call(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
