@@ -52,17 +52,15 @@ class Leaves:
         if not is_real(tensor) or is_wrapped(tensor):
             return tensor
         with torch_function_off(), outside_modes(), outside_transforms():
-            known = self._stand_ins.get(id(tensor))
-            if known is not None and not tensor.requires_grad:
-                raise Untraceable(
-                    "it changes requires_grad of a parameter", users_line(), "x.detach()"
-                )
-            if known is not None or tensor.is_meta or not (tensor.is_leaf and tensor.requires_grad):
-                return tensor if known is None else known
-        with torch_function_off(), outside_transforms(), torch.inference_mode(False):
-            stand_in: torch.Tensor = self.capture.substitute(tensor).requires_grad_()
-        self._stand_ins[id(tensor)], self._real[id(stand_in)] = stand_in, tensor
-        return stand_in
+            is_leaf = tensor.is_leaf and tensor.requires_grad and not tensor.is_meta
+        known = self._stand_ins.get(id(tensor))
+        if known is not None and not is_leaf:
+            raise Untraceable("it changes requires_grad of a parameter", users_line(), "x.detach()")
+        if known is None and is_leaf:
+            with torch_function_off(), outside_transforms(), torch.inference_mode(False):
+                known = self.capture.substitute(tensor).requires_grad_()
+            self._stand_ins[id(tensor)], self._real[id(known)] = known, tensor
+        return tensor if known is None else known
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._stand_ins.get(id(tensor), tensor)
