@@ -57,7 +57,10 @@ class Leaf:
     """Whether it matters if there was one."""
     is_cleared: bool = False
     """Whether the function took it away before anything asked for it."""
-
+    after: torch.Tensor | None = None
+    """The gradient with which the function ends."""
+    pulled: torch.Tensor | None = None
+    """What a ``backward()`` outside adds to it."""
     num_hooks: int = 0
     """With which the function begins."""
 

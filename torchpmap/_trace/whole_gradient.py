@@ -82,14 +82,12 @@ def given_are_leaves(capture: WholeCapture) -> Iterator[None]:
         raise Untraceable(what, users_line(), "x.clone()") from error
 
 
-def pulled_back(
-    capture: WholeCapture, results: Tensors, arguments: Tensors
-) -> tuple[list[Any], list[Any]]:
-    """Real tensors that stand for the cotangents of results, and what the stand-ins of all leaves
-    get from them: a gradient or None.
+def pull_back(capture: WholeCapture, results: Tensors, arguments: Tensors) -> list[torch.Tensor]:
+    """Real tensors that stand for the cotangents of results; each leaf hears what it gets from
+    them.
     """
     if not results:
-        return [], []
+        return []
     with torch_function_off():
         with outside_modes():
             kinds = [(tuple(x.shape), x.dtype) for x in results]
@@ -103,16 +101,17 @@ def pulled_back(
             users_line(),
             "one result, or x.detach() for others",
         )
-    leaves = [leaf.stand_in for leaf in capture.leaves.values()]
-    frozen = [leaf.is_frozen() and is_inexact(leaf.stand_in) for leaf in capture.leaves.values()]
+    leaves = list(capture.leaves.values())
+    stand_ins = [leaf.stand_in for leaf in leaves]
+    frozen = [leaf.is_frozen() and is_inexact(leaf.stand_in) for leaf in leaves]
     before = {id(x): x._version for x in (*capture.stand_ins.values(), *arguments)}
     capture.is_outside = True
     try:
         # autocast around the call is not around the backward pass
         with applied(for_graph(ambient())):
-            for leaf, is_frozen in zip(leaves, frozen, strict=True):
-                leaf.requires_grad_(leaf.requires_grad or is_frozen)
-            gradients = list(torch.autograd.grad(results, leaves, given, allow_unused=True))
+            for stand_in, is_frozen in zip(stand_ins, frozen, strict=True):
+                stand_in.requires_grad_(stand_in.requires_grad or is_frozen)
+            gradients = torch.autograd.grad(results, stand_ins, given, allow_unused=True)
     except (RuntimeError, NotImplementedError) as error:
         why = f"its derivative cannot be traced ({error})"
         raise Untraceable(why, users_line(), "torch.no_grad() around the call") from error
@@ -131,7 +130,9 @@ def pulled_back(
         )
     if all(gradient is None for gradient in gradients):
         raise Untraceable("its results require grad of new leaves", users_line(), "x.detach()")
-    return cotangents, gradients
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.pulled = gradient
+    return cotangents
 
 
 def _may_mix(node: Any) -> bool:
