@@ -1,5 +1,6 @@
 """Covers: _transforms/jit.py, _trace/snapshot.py: what no graph can say, what later calls have."""
 
+import queue
 from collections import deque
 
 import pytest
@@ -33,6 +34,18 @@ def tensors_that_are_stored(on):
     model = on.put(Counter())
     f = on.jit(lambda x: model(x))
     return [f(on.put(data())), f(on.put(data(1))), model.average, *model.seen]
+
+
+@CASES.add(fullgraph=False)
+def tensors_in_a_queue(on):
+    waiting = queue.Queue()
+
+    @on.jit
+    def f(x):
+        waiting.put(x * 2)
+        return x.sum()
+
+    return [*map(f, on.rows(3)), *(waiting.get() for _ in range(3))]
 
 
 @CASES.add(fullgraph=False)

@@ -4,6 +4,7 @@ import argparse
 import array
 import collections
 import functools
+import queue
 import sys
 import types
 import weakref
@@ -170,6 +171,7 @@ def test_partials_methods_and_wrappers():
         (weakref.WeakValueDictionary(a=HELD), lambda v: v.update(a=INSTANCE)),
         (weakref.WeakKeyDictionary({INSTANCE: 1}), lambda v: v.update({INSTANCE: 2})),
         (weakref.WeakSet([INSTANCE]), lambda v: v.add(Scaled)),
+        (queue.Queue(), lambda v: v.put(1)),
         (memoryview(bytearray(3)), lambda v: v.__setitem__(0, 1)),
         (memoryview(array.array("f", [1.0, 5.0])), lambda v: v.__setitem__(1, 2.0)),
         (argparse.Namespace(inner=settings()), lambda v: setattr(v.inner, "settings", {"a": 2})),

@@ -41,7 +41,7 @@ from torchpmap._trace.watched import (
 
 MAX_FOLLOWED = 20_000
 _HOLDERS = (
-    *("types", "typing", "argparse", "collections", "functools", "weakref", "_weakrefset"),
+    *("types", "typing", "argparse", "collections", "functools", "queue", "weakref", "_weakrefset"),
     *("torch.optim", "torch.distributions"),
 )
 """Foreign modules whose instances hold nothing but a user's values."""
