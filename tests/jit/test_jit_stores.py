@@ -923,16 +923,25 @@ def test_a_trace_that_fails_leaves_objects_in_their_list():
     assert layer.last is first
 
 
-class Shared:
-    """What it holds becomes another value as soon as it was read, as if by another thread."""
-
+class Later:
     __slots__ = ("last", "later")
 
-    def __getattribute__(self, name):
-        found = object.__getattribute__(self, name)
-        if name == "last" and (later := object.__getattribute__(self, "later")) is not None:
-            self.last, self.later = later, None
+
+class Shared(Later):
+    """What it holds becomes another value as soon as it was read, as if by another thread."""
+
+    __slots__ = ()
+
+    @property
+    def last(self):
+        found = Later.last.__get__(self)
+        if self.later is not None:
+            self.last, self.later = self.later, None
         return found
+
+    @last.setter
+    def last(self, value):
+        Later.last.__set__(self, value)
 
 
 def test_a_call_reads_once_what_is_stored():

@@ -14,6 +14,7 @@ contents are compared.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
 import types
@@ -72,8 +73,7 @@ class Environment:
 
     def copy(self) -> Environment:
         """The same state, noted at the same time."""
-        other = Environment(self._fun, self._given, by_name=self._classes)
-        other._walk, other._watched, other._code = self._walk, self._watched, self._code
+        other = copy.copy(self)
         other._has_warned = True  # this one does
         return other
 
