@@ -923,6 +923,25 @@ def test_a_trace_that_fails_leaves_objects_in_their_list():
     assert layer.last is first
 
 
+def test_a_trace_that_fails_leaves_what_another_thread_adds():
+    known, begun, written = {}, threading.Event(), threading.Event()
+
+    def other():
+        begun.wait()
+        known["other"] = 1
+        written.set()
+
+    def f(x):
+        known["mine"] = x * 2
+        begun.set()
+        written.wait()
+        raise KeyError("mine")
+
+    with beside(other), pytest.raises(KeyError, match="mine"):
+        tp.jit(f, compile=EAGER)(torch.ones(3))
+    assert known == {"other": 1}
+
+
 class Later:
     __slots__ = ("last", "later")
 

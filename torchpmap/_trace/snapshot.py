@@ -193,7 +193,7 @@ class Snapshot:
                 each.cache_clear()
 
     def restore(self) -> None:
-        """Take back what has changed; but not of lists, if other threads may have added to them."""
+        """Take back what has changed; but nothing that other threads may have added."""
         self._clear_caches()
         is_alone = not (self._others_run or others_run())
         for table, copy, *_ in self._tables.values():
@@ -321,7 +321,8 @@ def _restore_dict(table: dict[Any, Any], copy: dict[Any, Any], is_alone: bool) -
     if is_alone and not all_same(list(kind.keys(table)), list(copy)):
         kind.clear(table)
     for name in dict.keys(table) - copy.keys():
-        kind.__delitem__(table, name)
+        if is_alone or has_traced((name, dict.get(table, name))):
+            kind.__delitem__(table, name)
     for name, item in copy.items():
         if dict.get(table, name, MISSING) is not item:
             kind.__setitem__(table, name, item)
