@@ -1,6 +1,7 @@
 """Covers: _transforms/jit.py: what is traced again, what is not traced, and errors."""
 
 import contextlib
+import functools
 import threading
 from collections import OrderedDict
 
@@ -189,6 +190,27 @@ def test_a_setting_of_one_of_two_steps_is_not_lost(name, is_input):
     told = pytest.warns(UserWarning, match="it changes a setting of")
     with told if is_input else contextlib.nullcontext():
         found = trained(jit)
+    torch.testing.assert_close(found, trained(lambda f: f))
+
+
+def test_a_rate_that_is_a_tensor():
+    def trained(jit):
+        x = torch.ones(3, requires_grad=True)
+        optimizer = torch.optim.SGD([x], lr=torch.tensor(0.5))
+
+        @jit
+        def step():
+            for _ in range(2):
+                optimizer.zero_grad()
+                (x * x).sum().backward()
+                optimizer.step()
+
+        for _ in range(3):
+            step()
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+        return x.detach().cpu()
+
+    found = trained(functools.partial(jit, fullgraph=True))
     torch.testing.assert_close(found, trained(lambda f: f))
 
 

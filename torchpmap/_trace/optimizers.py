@@ -248,8 +248,8 @@ class Optimizers:
         """
         now = _changeable(optimizer)
         _, before = self._begin.setdefault(id(optimizer), (optimizer, now))
-        keys = now.keys() | before.keys() if inputs is None else inputs
-        has_changed = any(now.get(key) != before.get(key) for key in keys)
+        keys = list(now.keys() | before.keys() if inputs is None else inputs)
+        has_changed = [now.get(key) for key in keys] != [before.get(key) for key in keys]
         if id(optimizer) in self._rewritten or has_changed:
             raise Untraceable(
                 f"it changes a setting of {type(optimizer).__name__}",
