@@ -13,6 +13,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, Generic, NamedTuple, Protocol, get_args
 
@@ -118,6 +119,8 @@ class Walk:
         """By id; kept, so that no other value gets the id."""
         self._queue: deque[tuple[Any, str]] = deque()
         self._owners: list[_Owner] = []
+        self._looked: tuple[Any, int] = None, 0
+        """For how many names the code was looked through, and at how many owners."""
 
     def run(self, fun: Any, given: tuple[Any, ...] = ()) -> None:
         """Watch what ``fun`` reaches; if it is given values, only what these lead to besides."""
@@ -151,7 +154,11 @@ class Walk:
         """Watch the attributes that the code met so far mentions."""
         for kind, origin in () if _OWN_CLASS.isdisjoint(self.names) else self._kinds.values():
             self._call(kind, origin)
-        for table, implied, done, origin, is_instance in self._owners:
+        known, begin = (len(self.names), len(self._read), self._reads_any), 0
+        if self._looked[0] == known:
+            begin = self._looked[1]
+        # others are appended meanwhile
+        for table, implied, done, origin, is_instance in islice(self._owners, begin, None):
             for name in [name for name in list(table) if name not in done]:
                 is_read = name in self._read or name in implied
                 is_read |= self._reads_any and (is_instance or name in _AT_COPY)
@@ -160,6 +167,7 @@ class Walk:
                 if is_read:
                     done.add(name)
                     self._watch_attribute(table, name, origin)
+        self._looked = known, len(self._owners)
 
     def _never_called(self) -> None:
         """Watch that what has the name of a method in the code, such as a number of steps beside
