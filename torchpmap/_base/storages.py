@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from torchpmap._base.torch_internals import innermost, torch_function_off
@@ -24,6 +26,16 @@ def storage_number(value: torch.Tensor) -> int | None:
     """The number of its storage, which no other has while that one is alive."""
     storage = storage_of(value)
     return None if storage is None else int(storage._cdata)
+
+
+def apart(tensors: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, or copies, so that they share memory neither with each other nor with others."""
+    used = {x.untyped_storage()._cdata for x in given}
+    found = []
+    for x in tensors:
+        found.append(x.clone() if x.untyped_storage()._cdata in used else x)
+        used.add(found[-1].untyped_storage()._cdata)
+    return found
 
 
 def memory_order(x: torch.Tensor) -> list[int]:
