@@ -1,6 +1,7 @@
 """Covers: _transforms/jit.py: what is traced again, what is not traced, and errors."""
 
 import contextlib
+import functools
 import threading
 from collections import OrderedDict
 
@@ -211,6 +212,53 @@ def test_a_setting_that_changes_inside_is_not_lost(name, where):
 
     with pytest.warns(UserWarning, match="it changes a setting of"):
         found = trained(jit)
+    torch.testing.assert_close(found, trained(lambda f: f))
+
+
+@pytest.mark.parametrize(("name", "is_input"), [("lr", True), ("momentum", False)])
+def test_a_setting_of_one_of_two_steps_is_not_lost(name, is_input):
+    def trained(jit):
+        x = torch.ones(3, requires_grad=True)
+        optimizer = torch.optim.SGD([x], lr=0.1, momentum=0.5)
+
+        @jit
+        def step():
+            (group,) = optimizer.param_groups
+            for setting in (group[name], group[name] / 2):
+                before, group[name] = group[name], setting
+                optimizer.zero_grad()
+                (x * x).sum().backward()
+                optimizer.step()
+                group[name] = before
+
+        for _ in range(3):
+            step()
+        return x.detach().cpu()
+
+    told = pytest.warns(UserWarning, match="it changes a setting of")
+    with told if is_input else contextlib.nullcontext():
+        found = trained(jit)
+    torch.testing.assert_close(found, trained(lambda f: f))
+
+
+def test_a_rate_that_is_a_tensor():
+    def trained(jit):
+        x = torch.ones(3, requires_grad=True)
+        optimizer = torch.optim.SGD([x], lr=torch.tensor(0.5))
+
+        @jit
+        def step():
+            for _ in range(2):
+                optimizer.zero_grad()
+                (x * x).sum().backward()
+                optimizer.step()
+
+        for _ in range(3):
+            step()
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+        return x.detach().cpu()
+
+    found = trained(functools.partial(jit, fullgraph=True))
     torch.testing.assert_close(found, trained(lambda f: f))
 
 

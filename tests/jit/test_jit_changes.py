@@ -1,5 +1,6 @@
 """Covers: _transforms/jit.py, _trace/snapshot.py: what no graph can say, what later calls have."""
 
+import queue
 from collections import deque
 
 import pytest
@@ -33,6 +34,67 @@ def tensors_that_are_stored(on):
     model = on.put(Counter())
     f = on.jit(lambda x: model(x))
     return [f(on.put(data())), f(on.put(data(1))), model.average, *model.seen]
+
+
+@CASES.add(fullgraph=False)
+def tensors_in_a_queue(on):
+    waiting = queue.Queue()
+
+    @on.jit
+    def f(x):
+        waiting.put(x * 2)
+        return x.sum()
+
+    return [*map(f, on.rows(3)), *(waiting.get() for _ in range(3))]
+
+
+@CASES.add(fullgraph=False)
+def tensors_that_are_keys(on):
+    one, two = on.put(data()), on.put(data(1))
+    kept, nested, moved = {two: 1}, {}, {one: 1, two: 2}
+
+    @on.jit
+    def stores(x):
+        kept.clear()
+        kept[x] = 1
+        return x * 2
+
+    @on.jit
+    def nests(x):
+        nested["last"] = {x: 1}
+        return x * 3
+
+    @on.jit
+    def moves(x):
+        moved[one] = moved.pop(one)
+        return x * 4
+
+    found = [stores(one), nests(one), moves(one), *kept, *nested["last"], *moved]
+    for key, value in on.jit(lambda x: {x: x * 5})(one).items():
+        found += key, value
+    return found
+
+
+class Norms(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.seen = {"all": [{}]}
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad)
+                group["norm"] = self.seen["all"][0]["norm"] = p.grad.norm()
+
+
+@CASES.add(fullgraph=False)
+def what_an_optimizer_stores_in_a_group(on):
+    weight = on.put(data()).requires_grad_()
+    optimizer = Norms([weight])
+    step = on.step(lambda x: x @ weight, optimizer)
+    found = [*map(step, on.rows(3)), weight]
+    return [*found, optimizer.param_groups[0]["norm"], optimizer.seen["all"][0]["norm"]]
 
 
 @CASES.add(fullgraph=False)

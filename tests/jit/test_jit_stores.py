@@ -74,6 +74,40 @@ def places_of_all_kinds(on):
     return [*results, best, slotted.last, table["sum"], *recent, product, more]
 
 
+@CASES.add(2)
+def an_attribute_by_its_text(on):
+    weight = on.put(data())
+
+    @on.jit
+    def f(x):
+        setattr(weight, "last", x * 2)  # noqa: B010
+        return (weight * x).sum()
+
+    return [*map(f, on.rows(3)), weight.last]
+
+
+class Guarded:
+    __slots__ = ("last", "never")
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+    def __setattr__(self, name, value):
+        raise TypeError(name)
+
+
+@CASES.add(2)
+def slots_that_their_class_guards(on):
+    guarded = Guarded()
+
+    @on.jit
+    def f(x):
+        object.__setattr__(guarded, "last", x * 2)
+        return x.sum()
+
+    return [*map(f, on.rows(3)), guarded.last]
+
+
 class Private:
     __slots__ = ("__last",)
 
@@ -889,16 +923,44 @@ def test_a_trace_that_fails_leaves_objects_in_their_list():
     assert layer.last is first
 
 
-class Shared:
-    """What it holds becomes another value as soon as it was read, as if by another thread."""
+def test_a_trace_that_fails_leaves_what_another_thread_adds():
+    known, begun, written = {}, threading.Event(), threading.Event()
 
+    def other():
+        begun.wait()
+        known["other"] = 1
+        written.set()
+
+    def f(x):
+        known["mine"] = x * 2
+        begun.set()
+        written.wait()
+        raise KeyError("mine")
+
+    with beside(other), pytest.raises(KeyError, match="mine"):
+        tp.jit(f, compile=EAGER)(torch.ones(3))
+    assert known == {"other": 1}
+
+
+class Later:
     __slots__ = ("last", "later")
 
-    def __getattribute__(self, name):
-        found = object.__getattribute__(self, name)
-        if name == "last" and (later := object.__getattribute__(self, "later")) is not None:
-            self.last, self.later = later, None
+
+class Shared(Later):
+    """What it holds becomes another value as soon as it was read, as if by another thread."""
+
+    __slots__ = ()
+
+    @property
+    def last(self):
+        found = Later.last.__get__(self)
+        if self.later is not None:
+            self.last, self.later = self.later, None
         return found
+
+    @last.setter
+    def last(self, value):
+        Later.last.__set__(self, value)
 
 
 def test_a_call_reads_once_what_is_stored():

@@ -4,6 +4,7 @@ import argparse
 import array
 import collections
 import functools
+import queue
 import sys
 import types
 import weakref
@@ -167,6 +168,10 @@ def test_partials_methods_and_wrappers():
         (collections.UserDict({"a": 1}), lambda v: v.update(a=2)),
         (collections.UserList([1]), lambda v: v.append(2)),
         (weakref.ref(HELD), lambda v: HELD.append(2)),
+        (weakref.WeakValueDictionary(a=HELD), lambda v: v.update(a=INSTANCE)),
+        (weakref.WeakKeyDictionary({INSTANCE: 1}), lambda v: v.update({INSTANCE: 2})),
+        (weakref.WeakSet([INSTANCE]), lambda v: v.add(Scaled)),
+        (queue.Queue(), lambda v: v.put(1)),
         (memoryview(bytearray(3)), lambda v: v.__setitem__(0, 1)),
         (memoryview(array.array("f", [1.0, 5.0])), lambda v: v.__setitem__(1, 2.0)),
         (argparse.Namespace(inner=settings()), lambda v: setattr(v.inner, "settings", {"a": 2})),

@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from _outside import a_class
+from _outside import a_class, watched
 from _support import in_another_thread
 
 from torchpmap._trace.environment import Environment
@@ -40,6 +40,17 @@ def test_what_another_thread_changes_during_a_trace_is_a_change(fun, change):
     with environment.tracing():
         pass
     assert not environment.changed()
+
+
+def test_what_changes_before_places_are_left_out_is_a_change():
+    environment = watched(lambda: (SHARED, SETTINGS["rate"]))
+    stored = {(id(SETTINGS), "rate")}
+    SETTINGS["rate"] += 1
+    assert environment.changed()
+    environment.refresh()
+    assert not environment.without(stored).changed()
+    globals()["SHARED"] += 1
+    assert environment.without(stored).changed()
 
 
 def test_what_the_function_changes_during_its_trace_is_no_change():

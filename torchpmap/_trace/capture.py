@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -42,7 +42,7 @@ from torchpmap._base.torch_internals import (
     track_as,
 )
 from torchpmap._base.torch_versions import function_entry
-from torchpmap._trace.escaped import note_made
+from torchpmap._trace.escaped import note
 from torchpmap._trace.graphs import Closure
 from torchpmap._trace.kinds import absence, oddity
 from torchpmap._trace.remat import Record
@@ -74,7 +74,8 @@ class Capture(Closure):
         name of the function that gave access.
         """
         self.stand_ins: dict[int, torch.Tensor] = {}
-        self.grads_before: dict[int, torch.Tensor | None] = {}
+        self.grads_before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """(a leaf, the gradient with which the function begins), by the id of the leaf."""
         self.executions = Executions()
         self.views = TracedViews()
         self.replication: Any = None
@@ -151,7 +152,7 @@ class Capture(Closure):
     def _add(self, real: torch.Tensor) -> torch.Tensor:
         stand_in = self._stand_in(real)
         if real.is_leaf and real.requires_grad:
-            self.grads_before[id(real)] = real.grad
+            self.grads_before[id(real)] = real, real.grad
             real.grad = None  # .backward() in the traced function starts from no gradient
         return stand_in
 
@@ -293,7 +294,7 @@ class TracedCalls(Substitute):
         at_transforms: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         super().__init__(find, at_transforms)
-        self._capture = capture
+        self.capture = capture
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -302,7 +303,7 @@ class TracedCalls(Substitute):
         if torch.compiler.is_dynamo_compiling():  # it has its own tensors, and no sets of getters
             return func(*args, **kwargs)
         result = self._call(func, types, args, kwargs)
-        note_made(result, self._capture.executions.place)
+        note(result, self.capture.executions.place)
         return result
 
     def _call(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -310,7 +311,7 @@ class TracedCalls(Substitute):
             # torch would convert the result, a traced tensor, to that class too, and fail
             with subclass_function_off():
                 if func not in DESCRIBING and func.__name__ not in ("__get__", "__set__"):
-                    plain = self._capture.plain  # a backward pass would meet the class again
+                    plain = self.capture.plain  # a backward pass would meet the class again
                     args, kwargs = map_tensors(plain, (args, kwargs))
                 return self._keep(func, args, kwargs)
         return self._keep(func, args, kwargs)
@@ -319,7 +320,7 @@ class TracedCalls(Substitute):
         is_getter = func.__name__ == "__get__"
         if (func.__self__ if is_getter else func) in DESCRIBING and _is_users(args[0]):
             answer = func(*args, **kwargs)
-            self._capture.note(func, args[0], args[1:], kwargs, answer)
+            self.capture.note(func, args[0], args[1:], kwargs, answer)
             return answer
         accessor = func.__name__ in ("__get__", "__set__") and func.__self__ is torch.Tensor.data
         if accessor and func.__name__ == "__set__" and isinstance(innermost(args[0]), FakeTensor):
@@ -328,7 +329,7 @@ class TracedCalls(Substitute):
             return func(*args, **kwargs)
         if not accessor:
             with outside_modes():
-                self._capture.read.append((args[0], Contents(args[0]), func.__name__))
+                self.capture.read.append((args[0], Contents(args[0]), func.__name__))
                 return func(*args, **kwargs)
         if func.__name__ == "__set__":
             raise RuntimeError(lost_write(args[0], " (.data)"))
@@ -355,7 +356,7 @@ def without_finding(mode: TorchFunctionMode) -> TorchFunctionMode:
     """The mode for a part of a trace that runs later, under fewer transforms: there ``find`` would
     take a tensor of a transform that has ended for one from around the call.
     """
-    return TracedCalls(mode._capture, as_it_is) if isinstance(mode, TracedCalls) else mode
+    return TracedCalls(mode.capture, as_it_is) if isinstance(mode, TracedCalls) else mode
 
 
 READERS = (
@@ -404,6 +405,18 @@ def is_real(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
 
+def nodes_behind(tensors: Iterable[torch.Tensor]) -> set[Any]:
+    """The nodes of autograd that tensors were computed by."""
+    waiting: list[Any] = [x.grad_fn for x in tensors]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [source for source, _ in node.next_functions]
+    return seen
+
+
 @contextlib.contextmanager
 def clean_grads(capture: Capture) -> Iterator[list[torch.Tensor]]:
     """Restore ``.grad`` of captured parameters, which ``loss.backward()`` inside the program sets
@@ -415,8 +428,7 @@ def clean_grads(capture: Capture) -> Iterator[list[torch.Tensor]]:
     try:
         yield leftover
     finally:
-        for real in capture.tensors:
-            if id(real) in capture.grads_before:
-                if real.grad is not None:
-                    leftover.append(real.grad)
-                real.grad = capture.grads_before[id(real)]
+        for real, before in capture.grads_before.values():
+            if real.grad is not None:
+                leftover.append(real.grad)
+            real.grad = before

@@ -5,21 +5,25 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import re
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torchpmap._base.sources import is_extension
-from torchpmap._trace.watched import Place
+from torchpmap._trace.watched import Place, attribute_of
 
 _STORES_NAME = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"}
 _STORES_ATTRIBUTE = {"STORE_ATTR", "DELETE_ATTR"}
 _STORES_ITEM = {"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"}
+_PLACING = {"CACHE", "PRECALL", "COPY", "SWAP"}
+"""Instructions that only make or move values."""
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GL")
 _ANY_NAME = {"exec", "globals"}
-_ANY_ATTRIBUTE = {"setattr", "delattr", "__setattr__", "__dict__", "vars"}
+ANY_ATTRIBUTE = {"setattr", "delattr", "__setattr__", "__dict__", "vars"}
+"""Names in code that may store to any attribute."""
 _ASKING = {"getattr", "hasattr"}
 _FORMATTING = {"format", "format_map"}
 _BUILTINS = _ASKING | {"setattr", "delattr", "vars", "dir", "eval", "exec"}
@@ -55,13 +59,13 @@ class Code(NamedTuple):
     """
     modules: tuple[str, ...]
     """That it imports."""
-    names: tuple[str, ...]
+    names: set[str]
     """Of globals and closures that it stores to."""
-    attributes: tuple[str, ...]
+    attributes: set[str]
     """That it stores to."""
-    mentioned: tuple[str, ...]
+    mentioned: set[str]
     """What may be attributes among its names and texts."""
-    unread: tuple[str, ...]
+    unread: set[str]
     """Those of them that it only stores to or calls, as ``step`` in ``optimizer.step()``."""
     stores_items: bool
     reads_any: bool
@@ -70,68 +74,51 @@ class Code(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def code_facts(code: types.CodeType) -> Code:
-    read: dict[str, None] = {}
-    imported: dict[str, None] = {}
-    names: dict[str, None] = {}
-    attributes: dict[str, None] = {}
-    mentioned: dict[str, None] = {}
-    unread: dict[str, None] = {}
-    stores_items, before = False, ""
-    last: Any = None
-    instructions = list(dis.get_instructions(code))
-    reads_any = _reads_any(instructions)
-    for instruction in instructions:
-        kind = instruction.opname
-        if kind in _STORES_ATTRIBUTE or _is_method(instruction):
-            unread[instruction.argval] = None
-        elif instruction.opcode in dis.hasname:
-            mentioned[instruction.argval] = None
-        if kind == "MATCH_CLASS":
-            mentioned |= dict.fromkeys(last)
-        last = instruction.argval
-        if kind == "IMPORT_NAME":
-            imported |= dict.fromkeys((instruction.argval, instruction.argval.split(".")[0]))
-        elif kind.startswith(_LOADS):
-            read[instruction.argval] = None
-        elif kind in _STORES_NAME:
-            names[instruction.argval] = None
-            stores_items |= before.endswith("=")
-        elif kind in _STORES_ATTRIBUTE:
-            attributes[instruction.argval] = None
-            stores_items |= before.endswith("=")
-        elif kind in _STORES_ITEM:
-            stores_items = True
-        if kind not in ("CACHE", "COPY", "SWAP"):
-            before = instruction.argrepr if kind == "BINARY_OP" else ""
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = code_facts(constant)
-            read |= dict.fromkeys(inner.globals)
-            imported |= dict.fromkeys(inner.modules)
-            names |= dict.fromkeys(inner.names)
-            attributes |= dict.fromkeys(inner.attributes)
-            mentioned |= dict.fromkeys(name for name in inner.mentioned if name not in inner.unread)
-            unread |= dict.fromkeys(inner.unread)
-            stores_items |= inner.stores_items
-            reads_any |= inner.reads_any
-        elif isinstance(constant, str):  # getattr(x, "name"), attrgetter("name.other")
-            mentioned |= dict.fromkeys(constant.split("."))
-            reads_any |= _FORMAT.search(constant) is not None
-    mentioned |= {method: None for name, method in _CALLING.items() if name in mentioned | unread}
-    unread_only = tuple(name for name in unread if name not in mentioned)
-    facts = tuple(read), tuple(imported), tuple(names), tuple(attributes)
-    return Code(*facts, (*mentioned, *unread_only), unread_only, stores_items, reads_any)
+    steps = [x for x in dis.get_instructions(code) if x.opname not in _PLACING]
+    inner = [code_facts(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    texts = [x for x in code.co_consts if isinstance(x, str)]
+
+    def stored(kinds: set[str], of_inner: Iterable[set[str]]) -> set[str]:
+        return {x.argval for x in steps if x.opname in kinds}.union(*of_inner)
+
+    read = (x.argval for x in steps if x.opname.startswith(_LOADS))
+    imports = (x.argval for x in steps if x.opname == "IMPORT_NAME")
+    imported = (x for name in imports for x in (name, name.split(".")[0]))
+    named = [(x.argval, _is_use(x)) for x in steps if x.opcode in dis.hasname]
+    unread = {name for name, is_use in named if is_use}.union(*(x.unread for x in inner))
+    mentioned = {name for name, is_use in named if not is_use}
+    # getattr(x, "name"), attrgetter("name.other")
+    mentioned.update(*(text.split(".") for text in texts), *(x.mentioned - x.unread for x in inner))
+    stores_items = any(x.stores_items for x in inner)
+    for before, x in itertools.pairwise(steps):
+        if x.opname == "MATCH_CLASS":
+            mentioned.update(before.argval)
+        is_update = before.opname == "BINARY_OP" and before.argrepr.endswith("=")
+        stores_items |= is_update and x.opname in _STORES_NAME | _STORES_ATTRIBUTE
+        stores_items |= x.opname in _STORES_ITEM
+    mentioned |= {method for name, method in _CALLING.items() if name in mentioned | unread}
+    return Code(
+        globals=tuple(dict.fromkeys(itertools.chain(read, *(x.globals for x in inner)))),
+        modules=tuple(dict.fromkeys(itertools.chain(imported, *(x.modules for x in inner)))),
+        names=stored(_STORES_NAME, (x.names for x in inner)),
+        attributes=stored(_STORES_ATTRIBUTE, (x.attributes for x in inner)),
+        mentioned=mentioned | unread,
+        unread=unread - mentioned,
+        stores_items=stores_items,
+        reads_any=_reads_any(steps)
+        or any(map(_FORMAT.search, texts))
+        or any(x.reads_any for x in inner),
+    )
 
 
-def _reads_any(instructions: Sequence[dis.Instruction]) -> bool:
-    kinds = [x for x in instructions if x.opname not in ("CACHE", "PRECALL")]
-    for place, each in enumerate(kinds):
+def _reads_any(steps: Sequence[dis.Instruction]) -> bool:
+    for place, each in enumerate(steps):
         name = each.argval if each.opcode in dis.hasname else None
         if name in _BUILTINS:  # ``model.eval()`` is none
             is_any = each.opname.startswith(_LOADS)
-            is_any &= not (name in _ASKING and _is_constant(kinds[place + 1 :]))
+            is_any &= not (name in _ASKING and _is_constant(steps[place + 1 :]))
         elif name in _FORMATTING:  # a text in the code is looked at itself
-            is_any = kinds[place - 1].opname != "LOAD_CONST"
+            is_any = steps[place - 1].opname != "LOAD_CONST"
         else:
             is_any = name in _READING_ANY or each.opname == "MATCH_CLASS"
         if is_any:
@@ -154,6 +141,11 @@ def _is_constant(arguments: Sequence[dis.Instruction]) -> bool:
     return False
 
 
+def _is_use(step: dis.Instruction) -> bool:
+    """Whether it only stores to an attribute, or calls it."""
+    return step.opname in _STORES_ATTRIBUTE or _is_method(step)
+
+
 def _is_method(load: dis.Instruction) -> bool:
     """Whether a method is loaded to call it: Python 3.11 has ``LOAD_METHOD`` for that."""
     is_flag = sys.version_info >= (3, 12) and load.opname == "LOAD_ATTR"
@@ -170,7 +162,7 @@ def is_reader(value: Any) -> bool:
         return value.__module__ in _READERS
     if isinstance(value, _BUILT_IN) and value.__name__ in _READING_ANY:
         return True
-    return is_extension(value.__module__ if isinstance(value, type) else _made_in(value))
+    return is_extension(attribute_of(value, "__module__"))
 
 
 def names_in(getter: Any) -> set[str]:
@@ -190,14 +182,6 @@ def made_by_dataclass(cls: type) -> tuple[set[str], set[str]]:
 def _is_made(value: Any) -> bool:
     made = inspect.unwrap(value) if isinstance(value, types.FunctionType) else None
     return isinstance(made, types.FunctionType) and made.__code__.co_filename == "<string>"
-
-
-def _made_in(value: Any) -> Any:
-    """Its module, read without calling the user's ``__getattr__``."""
-    try:
-        return object.__getattribute__(value, "__module__")
-    except AttributeError:
-        return None
 
 
 class Stores:
@@ -222,6 +206,6 @@ class Stores:
             return place.name in self.names or not _ANY_NAME.isdisjoint(mentioned)
         if place.kind == "items":
             return self.items or not _CHANGING.isdisjoint(mentioned)
-        if self.has_hooks or not _ANY_ATTRIBUTE.isdisjoint(mentioned):
+        if self.has_hooks or not ANY_ATTRIBUTE.isdisjoint(mentioned):
             return True
         return bool(self.attributes) if place.name is None else place.name in self.attributes

@@ -14,6 +14,7 @@ contents are compared.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
 import types
@@ -26,7 +27,7 @@ import torch
 from torchpmap._base.errors import warn
 from torchpmap._base.sources import is_library
 from torchpmap._trace.reach import MAX_FOLLOWED, Walk, dict_of
-from torchpmap._trace.watched import Watched, code_of
+from torchpmap._trace.watched import OF_A_FUNCTION, Watched
 
 _MAX_UNEXPLAINED = 3
 
@@ -54,8 +55,8 @@ class Environment:
         self._walk: Walk | None = None
         """As noted; None if nothing is, or if it is not what a trace has read."""
         self._watched = Watched()
-        self._code: tuple[Any, Any, Any] | None = None
-        """The snapshot of a function that closes over nothing."""
+        self._code: list[Any] | None = None
+        """What a function runs that closes over nothing."""
         self._changed_meanwhile: str | None = None
         """The origin of what has changed during a trace."""
         self._num_unexplained = 0
@@ -67,12 +68,12 @@ class Environment:
         walk.run(self._fun, self._given)
         self._walk, self._watched = walk, walk.watched
         is_function = isinstance(self._fun, types.FunctionType) and not self._given
-        self._code = code_of(self._fun) if is_function and len(walk.watched) == 1 else None
+        is_alone = is_function and len(walk.watched) == len(OF_A_FUNCTION)
+        self._code = [ask(self._fun) for ask in OF_A_FUNCTION] if is_alone else None
 
     def copy(self) -> Environment:
         """The same state, noted at the same time."""
-        other = Environment(self._fun, self._given, by_name=self._classes)
-        other._walk, other._watched, other._code = self._walk, self._watched, self._code
+        other = copy.copy(self)
         other._has_warned = True  # this one does
         return other
 
@@ -82,6 +83,8 @@ class Environment:
         if stored and other._walk is not None:
             other._stored = stored
             other.refresh()
+            if not self._watched.same():  # other than what was traced
+                other._walk, other._code = None, None
         return other
 
     @contextlib.contextmanager

@@ -8,7 +8,7 @@ which refuses every use.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -29,7 +29,7 @@ from torchpmap._base.torch_internals import (
     torch_function_off,
 )
 
-_Where = str | tuple[str, int] | None
+Where = str | tuple[str, int] | None
 """What a message says of it, or the line that made it as file and number."""
 
 _current: ContextVar[EscapeWatch | None] = ContextVar("torchpmap_watch", default=None)
@@ -96,7 +96,7 @@ class EscapeWatch(TorchFunctionMode):
         self._name = name
         self._is_traced = is_traced
         self._depth = depth()
-        self._made: dict[int, tuple[TensorWeakRef, _Where]] = {}
+        self._made: dict[int, tuple[TensorWeakRef, Where]] = {}
 
     def entered(self) -> AbstractContextManager[None]:
         """A block in which ``note`` tells this of arguments."""
@@ -108,7 +108,7 @@ class EscapeWatch(TorchFunctionMode):
             self.note(result, None)
         return result
 
-    def note(self, value: Any, where: _Where) -> None:
+    def note(self, value: Any, where: Where) -> None:
         """Note arguments, or tensors that a line made: None for the one that runs."""
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, torch.Tensor) and self._stands_for_others(tensor):
@@ -150,17 +150,8 @@ def watched(name: str) -> Iterator[None]:
         watch.end()
 
 
-def note_made(value: Any, where: tuple[str, int] | None) -> None:
-    """Note what a line of a traced function made, if it is watched."""
+def note(value: Any, where: Where) -> None:
+    """Note what a line of a mapped function made, or what it was given, if it is watched."""
     watch = _current.get()
     if watch is not None:
         watch.note(value, where)
-
-
-def note(arguments: Iterable[torch.Tensor], fun: Any) -> None:
-    """Note the arguments of a function, if it is watched."""
-    watch = _current.get()
-    if watch is not None:
-        code = getattr(fun, "__code__", None)
-        where = "" if code is None else f", {code.co_filename}:{code.co_firstlineno}"
-        watch.note(list(arguments), f"it is one of its arguments{where}")

@@ -23,7 +23,14 @@ from torchpmap._base.torch_internals import (
     outside_transforms,
     torch_function_off,
 )
-from torchpmap._trace.capture import DESCRIBING, READERS, Capture, TracedCalls, is_real
+from torchpmap._trace.capture import (
+    DESCRIBING,
+    READERS,
+    Capture,
+    TracedCalls,
+    is_real,
+    nodes_behind,
+)
 from torchpmap._trace.untraceable import Untraceable
 
 
@@ -45,17 +52,15 @@ class Leaves:
         if not is_real(tensor) or is_wrapped(tensor):
             return tensor
         with torch_function_off(), outside_modes(), outside_transforms():
-            known = self._stand_ins.get(id(tensor))
-            if known is not None and not tensor.requires_grad:
-                raise Untraceable(
-                    "it changes requires_grad of a parameter", users_line(), "x.detach()"
-                )
-            if known is not None or tensor.is_meta or not (tensor.is_leaf and tensor.requires_grad):
-                return tensor if known is None else known
-        with torch_function_off(), outside_transforms(), torch.inference_mode(False):
-            stand_in: torch.Tensor = self.capture.substitute(tensor).requires_grad_()
-        self._stand_ins[id(tensor)], self._real[id(stand_in)] = stand_in, tensor
-        return stand_in
+            is_leaf = tensor.is_leaf and tensor.requires_grad and not tensor.is_meta
+        known = self._stand_ins.get(id(tensor))
+        if known is not None and not is_leaf:
+            raise Untraceable("it changes requires_grad of a parameter", users_line(), "x.detach()")
+        if known is None and is_leaf:
+            with torch_function_off(), outside_transforms(), torch.inference_mode(False):
+                known = self.capture.substitute(tensor).requires_grad_()
+            self._stand_ins[id(tensor)], self._real[id(known)] = known, tensor
+        return tensor if known is None else known
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._stand_ins.get(id(tensor), tensor)
@@ -70,15 +75,8 @@ class Leaves:
         """
         with torch_function_off(), outside_modes():
             # those of a transform are wrapped, and lead to its own arguments
-            mine = [x for x in tree_leaves(outputs) if not is_wrapped(x)]
-            waiting = [getattr(x, "grad_fn", None) for x in mine]
-            seen: set[Any] = {None}
-            while waiting:
-                node: Any = waiting.pop()
-                if node in seen:
-                    continue
-                seen.add(node)
-                waiting += [source for source, _ in node.next_functions]
+            tensors = (x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
+            for node in nodes_behind(x for x in tensors if not is_wrapped(x)):
                 leaf = getattr(node, "variable", None)
                 real = None if leaf is None else self._real.get(id(leaf))
                 if real is not None and any(hooks_of(real)):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
@@ -106,7 +106,7 @@ class Numbers:
 
     def _watch(self, optimizer: Optimizer) -> None:
         place = Place(f"a setting of {type(optimizer).__name__}")
-        self._watched.add_dict(optimizer, optimizer.__dict__, place.origin)
+        self._watched.add_attributes(optimizer, vars(optimizer), place.origin, names=False)
         for name in ("param_groups", "state"):
             self._watched.add_name(optimizer.__dict__, name, place)
         self._watched.add_view(optimizer.state.values(), place)
@@ -193,15 +193,16 @@ class Optimizers:
     def __init__(self, capture: WholeCapture, reached: Sequence[Optimizer] = ()) -> None:
         """``reached``: optimizers that the function may change before they step."""
         self._capture = capture
-        self._before_all = [(each, _changeable(each)) for each in reached]
+        self._begin = {id(each): (each, _changeable(each)) for each in reached}
+        """By id: optimizers, and what schedules may change of them, as it was before."""
         self._thread = threading.get_ident()
-        self._known: dict[int, tuple[Optimizer, Numbers, dict[_Setting, Any]]] = {}
+        self._known: dict[int, Numbers] = {}
+        """By the id of an optimizer that has stepped; so are the next two."""
+        self._settings: dict[int, dict[_Setting, Any]] = {}
+        self._rewritten: set[int] = set()
+        """Those whose own step changes one."""
         self._counters: dict[int, torch.Tensor] = {}
         """By the id of a real counter, its value in the trace."""
-        self._settings: dict[int, dict[_Setting, Any]] = {}
-        """By the id of an optimizer."""
-        self._rewritten: set[int] = set()
-        """Ids of optimizers whose own step changes one."""
         self._stepping: list[tuple[Optimizer, ExitStack]] = []
         """The innermost last: the ``step`` of a subclass may call that of its class."""
         self.made: WeakSet[Optimizer] = WeakSet()
@@ -211,7 +212,7 @@ class Optimizers:
 
     @property
     def numbers(self) -> list[Numbers]:
-        return [numbers for _, numbers, _ in self._known.values()]
+        return list(self._known.values())
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -230,19 +231,31 @@ class Optimizers:
 
     def check(self) -> None:
         """Raise if the function itself changes what is an input."""
-        for optimizer, numbers, _ in self._known.values():
-            name = type(optimizer).__name__
-            if any(id(counter) in self._capture.stand_ins for counter in numbers.counters):
+        for optimizer, _ in self._begin.values():
+            numbers = self._known.get(id(optimizer))
+            counters = [] if numbers is None else numbers.counters
+            if any(id(counter) in self._capture.stand_ins for counter in counters):
+                name = type(optimizer).__name__
                 reason = f"it reads a counter of {name}, which each call advances"
                 raise Untraceable(reason, users_line(), "a counter of your own")
-        stepped = [(optimizer, before) for optimizer, _, before in self._known.values()]
-        for optimizer, before in (*self._before_all, *stepped):
-            if id(optimizer) in self._rewritten or _changeable(optimizer) != before:
-                raise Untraceable(
-                    f"it changes a setting of {type(optimizer).__name__}",
-                    users_line(),
-                    "scheduler.step() outside of the function",
-                )
+            self._check_settings(optimizer)
+
+    def _check_settings(
+        self, optimizer: Optimizer, inputs: Iterable[_Setting] | None = None
+    ) -> None:
+        """``inputs``: the only ones that matter before another step, which has its own of others;
+        None for all.
+        """
+        now = _changeable(optimizer)
+        _, before = self._begin.setdefault(id(optimizer), (optimizer, now))
+        keys = list(now.keys() | before.keys() if inputs is None else inputs)
+        has_changed = [now.get(key) for key in keys] != [before.get(key) for key in keys]
+        if id(optimizer) in self._rewritten or has_changed:
+            raise Untraceable(
+                f"it changes a setting of {type(optimizer).__name__}",
+                users_line(),
+                "scheduler.step() outside of the function",
+            )
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
@@ -256,6 +269,8 @@ class Optimizers:
             )
         if optimizer in self.made:
             raise Untraceable(f"it makes the {name} that steps", users_line(), "one made outside")
+        if not self._is_stepping(optimizer):
+            self._check_settings(optimizer, self._settings.get(id(optimizer)))
         params = [p for group in optimizer.param_groups for p in group["params"]]
         with torch_function_off():
             leaves = [self._capture.leaf(self._capture.substitute(p)) for p in params]
@@ -266,12 +281,11 @@ class Optimizers:
                 self._count_on_devices(optimizer)
         if id(optimizer) not in self._known:
             with torch_function_off(), outside_modes():
-                numbers = Numbers(optimizer)
-            self._known[id(optimizer)] = optimizer, numbers, _changeable(optimizer)
+                numbers = self._known[id(optimizer)] = Numbers(optimizer)
             self._settings[id(optimizer)] = numbers.settings()
             for place, counter in enumerate(numbers.counters):
                 self._counters[id(counter)] = numbers.counter(place)
-        numbers = self._known[id(optimizer)][1]
+        numbers = self._known[id(optimizer)]
         stack = ExitStack()
         if not self._stepping:
             stack.callback(_refuse_to_count, optimizer, numbers_of(optimizer))
@@ -292,6 +306,9 @@ class Optimizers:
         positive = [part for (_, x), own in settings.items() if x != "lr" for part in _parts(own)]
         stack.enter_context(TensorNumbers())
         stack.enter_context(Positive(positive))
+
+    def _is_stepping(self, optimizer: Optimizer) -> bool:
+        return any(each is optimizer for each, _ in self._stepping)
 
     def _put_back(self, optimizer: Optimizer, group: int, name: str, before: Any) -> None:
         given = self._settings[id(optimizer)][group, name]
@@ -327,7 +344,7 @@ class Optimizers:
 
     def _count_on_devices(self, optimizer: Optimizer) -> None:
         """Move the counters to where the parameters are: only the devices know if a step counts."""
-        if id(optimizer) in self._known and self._known[id(optimizer)][1].counters:
+        if id(optimizer) in self._known and self._known[id(optimizer)].counters:
             reason = f"{type(optimizer).__name__} steps with and without a GradScaler"
             raise Untraceable(reason, users_line(), "one of the two")
         for p, entries in optimizer.state.items():
@@ -358,7 +375,7 @@ class Optimizers:
         while each is not optimizer:  # a step inside may have raised
             each, stack = self._stepping.pop()
             stack.close()
-        if any(each is optimizer for each, _ in self._stepping):
+        if self._is_stepping(optimizer):
             return
         real_of = self._capture.reals()
         made = []

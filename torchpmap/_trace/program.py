@@ -217,7 +217,9 @@ class Program:
         tensors = iter(given)
         values = [x.value if isinstance(x, Constant) else next(tensors) for x in self.leaves]
         args, kwargs = self.structure.unflatten(values)
-        note(given, self.fun)
+        code = getattr(self.fun, "__code__", None)
+        where = "" if code is None else f", {code.co_filename}:{code.co_firstlineno}"
+        note(list(given), f"it is one of its arguments{where}")
         with in_lanes():
             try:
                 with TransformRules():

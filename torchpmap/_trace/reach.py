@@ -12,7 +12,8 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, Generic, NamedTuple, Protocol, get_args
 
@@ -26,26 +27,27 @@ from torchpmap._base.torch_internals import HOOKS_OF_ALL_MODULES, hooks_of, torc
 from torchpmap._trace.code import Stores, code_facts, is_reader, made_by_dataclass, names_in
 from torchpmap._trace.watched import (
     MISSING,
+    OF_A_FUNCTION,
     Place,
     Watched,
-    behind_proxy,
+    answer_of,
+    attribute_of,
     cell_contents,
-    code_of,
     holds_bytes,
     holds_items,
-    in_cell,
-    in_slot,
     mro_of,
     num_registered,
+    referent,
 )
 
 MAX_FOLLOWED = 20_000
 _HOLDERS = (
-    *("types", "typing", "argparse", "collections", "functools"),
+    *("types", "typing", "argparse", "collections", "functools", "queue", "weakref", "_weakrefset"),
     *("torch.optim", "torch.distributions"),
 )
 """Foreign modules whose instances hold nothing but a user's values."""
-_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, frozenset, deque)
+_MAPPINGS: tuple[Any, ...] = (OrderedDict, dict, types.MappingProxyType)
+_CONTAINERS = (*_MAPPINGS, list, set, frozenset, deque, tuple)
 SIMPLE = bool | int | float | complex | str | bytes | None
 _NO_CALL = set(get_args(SIMPLE))
 """Types of what cannot be called, as an ``IntEnum`` can."""
@@ -117,6 +119,8 @@ class Walk:
         """By id; kept, so that no other value gets the id."""
         self._queue: deque[tuple[Any, str]] = deque()
         self._owners: list[_Owner] = []
+        self._looked: tuple[Any, int] = None, 0
+        """For how many names the code was looked through, and at how many owners."""
 
     def run(self, fun: Any, given: tuple[Any, ...] = ()) -> None:
         """Watch what ``fun`` reaches; if it is given values, only what these lead to besides."""
@@ -137,23 +141,24 @@ class Walk:
         self._mentioned()  # a class that was met as that of an instance is one that code may call
         num_followed = 0
         while self._queue:
-            while self._queue:
-                value, origin = self._queue.popleft()
-                num_followed += 1
-                if num_followed > MAX_FOLLOWED:
-                    self.unwatched = origin
-                    break
-                self._follow(value, origin)
-            else:
+            value, origin = self._queue.popleft()
+            num_followed += 1
+            if num_followed > MAX_FOLLOWED:
+                self.unwatched = origin
+                return
+            self._follow(value, origin)
+            if not self._queue:
                 self._mentioned()
-                continue
-            break
 
     def _mentioned(self) -> None:
         """Watch the attributes that the code met so far mentions."""
         for kind, origin in () if _OWN_CLASS.isdisjoint(self.names) else self._kinds.values():
             self._call(kind, origin)
-        for table, implied, done, origin, is_instance in self._owners:
+        known, begin = (len(self.names), len(self._read), self._reads_any), 0
+        if self._looked[0] == known:
+            begin = self._looked[1]
+        # others are appended meanwhile
+        for table, implied, done, origin, is_instance in islice(self._owners, begin, None):
             for name in [name for name in list(table) if name not in done]:
                 is_read = name in self._read or name in implied
                 is_read |= self._reads_any and (is_instance or name in _AT_COPY)
@@ -162,6 +167,7 @@ class Walk:
                 if is_read:
                     done.add(name)
                     self._watch_attribute(table, name, origin)
+        self._looked = known, len(self._owners)
 
     def _never_called(self) -> None:
         """Watch that what has the name of a method in the code, such as a number of steps beside
@@ -176,6 +182,10 @@ class Walk:
         if isinstance(value, type):
             self._call(value, origin)
         self._meet(value, origin)
+
+    def _add_all(self, values: Iterable[Any], origin: str) -> None:
+        for value in values:
+            self._add(value, origin)
 
     def _call(self, cls: type, origin: str) -> None:
         """Follow what runs when code calls a class."""
@@ -203,12 +213,14 @@ class Walk:
     def _view(self, view: Any, place: Place) -> None:
         """Watch items, their number and their order."""
         self.watched.add_view(view, place)
-        for item in list(view):  # other threads may add to it
-            self._add(item, place.origin)
+        self._add_all(tuple(view), place.origin)  # other threads may add to it
 
-    def _entries(self, table: dict[Any, Any], place: Place) -> None:
+    def _entries(self, table: Mapping[Any, Any], place: Place) -> None:
         """Watch a dict, but for what is stored there."""
-        kind = OrderedDict if isinstance(table, OrderedDict) else dict
+        if not table:
+            self.watched.add_size(table, place)
+            return
+        kind = table_kind(table)
         self._view(kind.keys(table), place)
         if id(table) not in self._owners_of_stored:
             self._view(kind.values(table), place)
@@ -217,36 +229,39 @@ class Walk:
             self._watch_name(table, name, place)
 
     def _attributes_of(self, value: Any, origin: str) -> None:
+        """Watch the attributes of an instance: their names, and all values or those that code may
+        read.
+        """
         table = dict_of(value)
         if table is None:
             return
-        if is_open(type(value)):
-            self.watched.add_attributes(value, table, origin, values=False)
-            implied = _implied(table).union(*map(_compared, type(value).__mro__))
-            self._owners.append(_Owner(table, implied, set(), origin, True))
-        elif id(table) in self._owners_of_stored:
-            self.watched.add_dict(value, table, origin)
-            self._entries(table, Place(origin, "attribute"))
+        is_module, is_read_by_name = isinstance(value, torch.nn.Module), is_open(type(value))
+        implied = {"training"} if is_module else set()
+        if is_read_by_name:
+            implied |= _implied(table).union(*map(_compared, type(value).__mro__))
         else:
-            self.watched.add_attributes(value, table, origin)
-            for item in list(table.values()):
-                self._add(item, origin)
+            implied.update(table)
+        is_sized = is_module and not is_read_by_name  # all values are watched: that is quicker
+        self.watched.add_attributes(value, table, origin, names=not is_sized)
+        if is_sized:
+            self.watched.add_size(table, Place(origin, "attribute"))
+        done = set(_OF_MODULES) if is_module else set()
+        self._owners.append(_Owner(table, implied, done, origin, True))
 
     def _follow(self, value: Any, origin: str) -> None:
         self._kind(value, origin)
         self._reads_any |= is_reader(value)
         if isinstance(value, weakref.ProxyTypes):
-            self._watch(functools.partial(behind_proxy, value), Place(origin))
+            self._watch(functools.partial(answer_of, referent, value), Place(origin))
         elif isinstance(value, types.FunctionType):
             if not is_foreign(value.__module__) or not is_foreign(_module_of(value)):
                 self._function(value, origin)
                 return
             for cell in value.__closure__ or ():  # torch.func.vmap(partial(loss, model)) is torch's
-                inside = in_cell(cell)
+                inside = answer_of(cell_contents, cell)
                 self._add(inside if callable(inside) else None, origin)
         elif isinstance(value, types.MethodType | staticmethod | classmethod):
-            self._add(value.__func__, origin)
-            self._add(getattr(value, "__self__", None), origin)
+            self._add_all((value.__func__, getattr(value, "__self__", None)), origin)
             self.names |= {"__class__"} if isinstance(value, classmethod) else set()
         elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
             if not isinstance(value.__self__, types.ModuleType):
@@ -256,8 +271,7 @@ class Walk:
             self.names |= names
             self._read |= names
         elif isinstance(value, property):
-            for part in (value.fget, value.fset):
-                self._add(part, origin)
+            self._add_all((value.fget, value.fset), origin)
         elif isinstance(value, torch.nn.Module):
             self._module(value, origin)
         elif isinstance(value, type):
@@ -271,8 +285,7 @@ class Walk:
         elif isinstance(value, np.ndarray):
             self._attributes_of(value, origin)
             self.watched.add_read(ArrayContents(value).same, Place(origin))
-            for item in value.ravel().tolist() if value.dtype == object else ():
-                self._add(item, origin)
+            self._add_all(value.ravel().tolist() if value.dtype == object else (), origin)
         elif isinstance(value, bytearray | array.array | memoryview):
             same = functools.partial(holds_bytes, value, bytes(value))
             self.watched.add_read(same, Place(origin))
@@ -289,27 +302,22 @@ class Walk:
     def _holder(self, value: Any, origin: str) -> None:
         """Anything that has items or attributes."""
         kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
-        if kind in (dict, OrderedDict):
-            self._entries(value, Place(origin))
+        place = Place(origin)
+        if kind in _MAPPINGS:
+            self._entries(value, place)
         elif kind is list and id(value) in self._owners_of_stored:
-            self.watched.add_size(value, Place(origin))
-            for place in range(len(value)):
-                if (id(value), place) not in self._stored:
-                    self._add(self.watched.add(itemgetter(place), value, Place(origin)), origin)
-        elif isinstance(value, types.MappingProxyType):
-            self._view(value.keys(), Place(origin))
-            self._view(value.values(), Place(origin))
-        elif isinstance(value, tuple):  # always holds the same
-            for item in tuple.__iter__(value):
-                self._add(item, origin)
-        elif kind is not None and type(value).__iter__ is kind.__iter__:
-            self._view(value, Place(origin))
+            self.watched.add_size(value, place)
+            for number in range(len(value)):
+                if (id(value), number) not in self._stored:
+                    self._add(self.watched.add(itemgetter(number), value, place), origin)
         elif kind is not None:
             items = tuple(kind.__iter__(value))
-            same = functools.partial(holds_items, kind, value, items)
-            self.watched.add_read(same, Place(origin))
-            for item in items:
-                self._add(item, origin)
+            if kind is not tuple and type(value).__iter__ is kind.__iter__:
+                self.watched.add_view(value, place)
+            elif kind is not tuple:  # a tuple always holds the same
+                same = functools.partial(holds_items, kind, value, items)
+                self.watched.add_read(same, place)
+            self._add_all(items, origin)
         if is_holder(type(value)):
             self._attributes_of(value, origin)
         else:
@@ -325,14 +333,13 @@ class Walk:
             self._meet(kind, origin)
         for name, member in slots_of(value):
             if (id(value), name) not in self._stored:
-                read = functools.partial(in_slot, member, value)
+                read = functools.partial(answer_of, member.__get__, value)
                 self._watch(read, Place(origin, "attribute", name))
 
     def _class(self, cls: type, origin: str) -> None:
         known = registration(cls)
         if known is not None:
-            self._add(known.flatten_fn, origin)
-            self._add(known.unflatten_fn, origin)
+            self._add_all((known.flatten_fn, known.unflatten_fn), origin)
         users = _users(cls)
         if users:
             self.watched.add(mro_of, cls, Place(origin, "attribute", "__bases__"))
@@ -351,18 +358,18 @@ class Walk:
     def _function(self, function: types.FunctionType, origin: str) -> None:
         is_outermost = not len(self.watched)
         place = Place(origin, "attribute", "__code__")
-        code, defaults, keywords = self.watched.add(code_of, function, place)
+        add = self.watched.add
+        code, defaults, keywords = (add(ask, function, place) for ask in OF_A_FUNCTION)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             place = Place(repr(name) if is_outermost else origin, "name", name)
             if (id(cell), "cell_contents") in self._stored:
                 continue
-            add = self._meet if name == "__class__" else self._add  # of super()
+            follow = self._meet if name == "__class__" else self._add  # of super()
             try:
-                add(self.watched.add(cell_contents, cell, place), place.origin)
+                follow(add(cell_contents, cell, place), place.origin)
             except ValueError:  # not assigned yet
-                self._watch(functools.partial(in_cell, cell), place)
-        self._add(defaults, origin)
-        self._add(keywords, origin)
+                self._watch(functools.partial(answer_of, cell_contents, cell), place)
+        self._add_all((defaults, keywords), origin)
         facts = code_facts(code)
         names = set(facts.mentioned)
         if code.co_name in _AT_CREATION:
@@ -411,25 +418,15 @@ class Walk:
                 self._watch_attribute(table, name, origin)
 
     def _module(self, module: torch.nn.Module, origin: str) -> None:
-        state = vars(module)
         for hooks in HOOKS_OF_ALL_MODULES:
             self._add(hooks, "a hook of all modules")
             self.stores.has_hooks |= bool(hooks)
-        implied = {"training"}
-        if is_open(type(module)):
-            self.watched.add_attributes(module, state, origin, values=False)
-        else:
-            self.watched.add_dict(module, state, origin)
-            self.watched.add_size(state, Place(origin, "attribute"))
-            implied.update(state)
-        self._owners.append(_Owner(state, implied, set(_OF_MODULES), origin, True))
+        self._attributes_of(module, origin)
         for name in _TABLES:
-            table = state.get(name)  # missing before Module.__init__
-            if table:
+            table = vars(module).get(name)  # missing before Module.__init__
+            if table is not None:
                 self._entries(table, Place(origin, "attribute"))
-                self.stores.has_hooks |= name in _MODULE_HOOKS
-            elif table is not None:
-                self.watched.add_size(table, Place(origin, "attribute"))
+                self.stores.has_hooks |= name in _MODULE_HOOKS and bool(table)
 
     def _tensor(self, tensor: torch.Tensor, origin: str) -> None:
         self.tensors.append(tensor)
@@ -479,11 +476,15 @@ def is_holder(kind: type) -> bool:
 
 def dict_of(value: Any) -> dict[str, Any] | None:
     """Its attributes, read without calling the user's ``__getattr__``."""
-    try:
-        table = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
+    table = attribute_of(value, "__dict__")
     return table if isinstance(table, dict) else None
+
+
+def table_kind(table: Mapping[Any, Any]) -> Any:
+    """The class whose methods read and write just what a table holds: one of the user's may make
+    its entries only when it is asked for them, as transformers' tables do.
+    """
+    return next(kind for kind in _MAPPINGS if isinstance(table, kind))
 
 
 def slots_of(value: Any) -> Iterator[tuple[str, types.MemberDescriptorType]]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
@@ -19,23 +19,20 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpmap._base.exact import exact
-from torchpmap._base.pytree import flatten
+from torchpmap._base.pytree import Structure, flatten
 from torchpmap._base.sources import is_foreign
 from torchpmap._base.torch_internals import FakeTensor, innermost
-from torchpmap._trace.code import code_facts
+from torchpmap._trace.code import ANY_ATTRIBUTE, code_facts
 from torchpmap._trace.environment import others_run
-from torchpmap._trace.reach import SIMPLE, dict_of, is_holder, slots_of
+from torchpmap._trace.reach import SIMPLE, dict_of, is_holder, slots_of, table_kind
 from torchpmap._trace.untraceable import Untraceable
+from torchpmap._trace.watched import MISSING, all_same, answer_of, attribute_of
 
 _DEPTH = 5
 """Of containers in attributes: ``optimizer.state[p]["exp_avg"]`` is one of 3."""
 _CACHE = type(functools.cache(len))
 _TABLES = (dict, list, set, deque)
 _PLAIN = torch.Tensor | enum.Enum | SIMPLE
-
-
-class _Missing:
-    """Stands for the value where there is none.  A class is the same object in a copy."""
 
 
 class Slot(NamedTuple):
@@ -53,9 +50,11 @@ class Slot(NamedTuple):
     @property
     def text(self) -> str:
         """What errors call it."""
-        is_item = isinstance(self.owner, list | deque)
-        name = "an item of a list" if is_item else repr(self.name)
-        return "a variable" if isinstance(self.owner, CellType) else name
+        if isinstance(self.owner, CellType):
+            return "a variable"
+        if isinstance(self.owner, list | deque):
+            return "an item of a list"
+        return "a key of a dict" if isinstance(self.name, torch.Tensor) else repr(self.name)
 
     @property
     def is_mode(self) -> bool:
@@ -65,11 +64,33 @@ class Slot(NamedTuple):
         return self.name == "training" and isinstance(self.read(), bool)
 
     def read(self) -> Any:
-        """The value; a constant if there is none."""
-        return _read(self.owner, self.name)
+        """The value; ``MISSING`` if there is none."""
+        owner, name = self.owner, self.name
+        if isinstance(owner, dict):
+            return dict.get(owner, name, MISSING)
+        if isinstance(owner, list):
+            return owner[name] if name < len(owner) else MISSING
+        if isinstance(owner, type):
+            return vars(owner).get(name, MISSING)
+        if isinstance(owner, ContextVar):
+            return owner.get(MISSING)
+        return attribute_of(owner, name)
 
     def write(self, value: Any) -> None:
-        _write(self.owner, self.name, value)
+        """Set it, or take it away."""
+        owner, is_gone = self.owner, value is MISSING
+        if is_gone and (isinstance(owner, ContextVar) or self.read() is MISSING):
+            return  # a trace has a context of its own, which ends with it
+        if isinstance(owner, ContextVar):
+            owner.set(value)
+            return
+        if isinstance(owner, dict | list):
+            kind = table_kind(owner) if isinstance(owner, dict) else list
+            change = kind.__delitem__ if is_gone else kind.__setitem__
+        else:
+            kind = type if isinstance(owner, type) else object
+            change = kind.__delattr__ if is_gone else kind.__setattr__
+        change(owner, self.name, *([] if is_gone else [value]))
 
     def refusal(self, where: str) -> Untraceable:
         """What says that calls cannot store a tensor there."""
@@ -98,8 +119,8 @@ class _Table(NamedTuple):
         return is_item and self.parent.is_there()
 
     def attribute(self, name: Any) -> Slot:
-        """The place in the outermost container that leads to an entry."""
-        if self.parent is None:
+        """The place in the outermost container that leads to an entry by names."""
+        if self.parent is None or not isinstance(self.parent.copy, dict):
             return Slot(self.table, name, False)
         names = [x for x, item in self.parent.copy.items() if item is self.table]
         return self.parent.attribute(names[0])
@@ -117,14 +138,16 @@ class Snapshot:
         self._others_run = others_run()
         self._tables: dict[int, _Table] = {}
         """By the id of the container."""
-        self._places: list[tuple[Any, str, Any]] = []
-        """Owners of names: a cell, a class, or the globals of a module; what was there."""
+        self._places: list[tuple[Slot, Any]] = []
+        """Names of a cell, a class, or the globals of a module; what was there."""
         own = (*_TABLES, torch.nn.Module, FunctionType, *also)
         objects = list(objects)
         caches = [each for each in objects if isinstance(each, _CACHE)]
         self._caches = [(each, each.cache_info().misses) for each in caches]
         codes = [code_facts(each.__code__) for each in objects if isinstance(each, FunctionType)]
-        attributes = {name for code in codes for name in code.attributes}
+        attributes = {name for code in codes for name in code.mentioned}
+        if ANY_ATTRIBUTE.isdisjoint(attributes):
+            attributes = {name for code in codes for name in code.attributes}
         for each in objects:
             if isinstance(each, own) or is_holder(type(each)):
                 self._add(each, _DEPTH, None, not isinstance(each, also))
@@ -149,13 +172,14 @@ class Snapshot:
                 self._note(each, name)
 
     def _note(self, owner: Any, name: str) -> None:
-        self._places.append((owner, name, _read(owner, name)))
+        slot = Slot(owner, name, not isinstance(owner, torch.Tensor))
+        self._places.append((slot, slot.read()))
 
     def _add(self, value: Any, depth: int, parent: _Table | None, is_users: bool) -> None:
         table = value if isinstance(value, _TABLES) else dict_of(value)
         if table is None or id(table) in self._tables:
             return
-        copy = dict(_own(table).items(table)) if isinstance(table, dict) else list(table)
+        copy = dict(table_kind(table).items(table)) if isinstance(table, dict) else list(table)
         found = self._tables[id(table)] = _Table(table, copy, parent, is_users)
         if depth:
             for item in _items(copy):
@@ -169,7 +193,7 @@ class Snapshot:
                 each.cache_clear()
 
     def restore(self) -> None:
-        """Take back what has changed; but not of lists, if other threads may have added to them."""
+        """Take back what has changed; but nothing that other threads may have added."""
         self._clear_caches()
         is_alone = not (self._others_run or others_run())
         for table, copy, *_ in self._tables.values():
@@ -185,14 +209,14 @@ class Snapshot:
                 for place in reversed(range(len(table))):
                     if id(table[place]) not in own and has_traced(table[place]):
                         del table[place]
-        for owner, name, value in self._places:
-            if _read(owner, name) is not value:
-                _write(owner, name, value)
+        for slot, value in self._places:
+            if slot.read() is not value:
+                slot.write(value)
 
     def has(self, slot: Slot) -> bool:
         """Whether the function reaches it."""
         return id(slot.owner) in self._tables or any(
-            owner is slot.owner and name == slot.name for owner, name, _ in self._places
+            place.key == slot.key for place, _ in self._places
         )
 
     def stored(self, known: Sequence[Slot], where: str, *, constants: bool) -> list[Slot]:
@@ -210,12 +234,12 @@ class Snapshot:
         moved: dict[tuple[int, Any], Slot] = {}
         others: list[str] = []
         is_alone = not (self._others_run or others_run())  # else another thread may have done it
-        for slot, now, can_store, is_users in self._changes():
-            if has_traced(now):
-                if not (can_store and _is_plain(now)):
+        for slot, now, can_store in self._changes():
+            if has_traced((slot.name, now)):
+                if has_traced(slot.name) or not (can_store and _is_plain(now)):
                     raise slot.refusal(where)
                 new[slot.key] = slot
-            elif is_users and slot.key not in keys:
+            elif slot.is_users and slot.key not in keys:
                 is_known = is_alone and (constants or slot.is_mode or _has_tensor(now))
                 is_moved = is_known and can_store and _is_plain(now)
                 moved |= {slot.key: slot} if is_moved else {}
@@ -231,9 +255,9 @@ class Snapshot:
         found = new | {key: slot for key, slot in moved.items() if stores or slot.is_mode}
         return [slot for key, slot in found.items() if key not in keys]
 
-    def _changes(self) -> Iterator[tuple[Slot, Any, bool, bool]]:
-        """Where something is not as it was, what is there now, whether calls can store there, and
-        whether it is the user's.
+    def _changes(self) -> Iterator[tuple[Slot, Any, bool]]:
+        """Where something is not as it was, what is there now, and whether calls can store
+        there.
         """
         for each in self._tables.values():
             table, copy = each.table, each.copy
@@ -245,19 +269,18 @@ class Snapshot:
             items = dict(zip(names, _items(table), strict=False))
             is_fixed = is_dict or (type(table) is list and len(table) == len(copy))
             for name in {**before, **items}:
-                now = items.get(name, _Missing)
-                if not _differ(now, before.get(name, _Missing)):
+                now = items.get(name, MISSING)
+                if not _differ(now, before.get(name, MISSING)):
                     continue
                 if each.is_users:
-                    yield Slot(table, name), now, is_fixed, True
+                    yield Slot(table, name), now, is_fixed
                 elif has_traced(now):  # the containers in it may be others in each call
                     slot = each.attribute(name)
-                    yield slot, slot.read(), True, False
-        for owner, name, value in self._places:
-            now = _read(owner, name)
+                    yield slot, slot.read(), self._tables[id(slot.owner)].parent is None
+        for slot, value in self._places:
+            now = slot.read()
             if _differ(now, value):
-                is_users = not isinstance(owner, torch.Tensor)  # its .grad
-                yield Slot(owner, name), now, is_users and not isinstance(owner, type), is_users
+                yield slot, now, not isinstance(slot.owner, type | torch.Tensor)
 
 
 def _differ(now: Any, before: Any) -> bool:
@@ -267,19 +290,14 @@ def _differ(now: Any, before: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether each call can have a value of its own like this one."""
-    leaves = flatten(value)[0]
-    return all((isinstance(x, _PLAIN) and innermost(x) is x) or x is _Missing for x in leaves)
+    leaves, structure = flatten(value)
+    return not has_traced_keys(structure) and all(
+        (isinstance(x, _PLAIN) and innermost(x) is x) or x is MISSING for x in leaves
+    )
 
 
 def _has_tensor(value: Any) -> bool:
     return any(isinstance(x, torch.Tensor) for x in flatten(value)[0])
-
-
-def _own(table: dict[Any, Any]) -> Any:
-    """The class whose methods read and write just what a table holds: one of the user's may make
-    its entries only when it is asked for them, as transformers' tables do.
-    """
-    return OrderedDict if isinstance(table, OrderedDict) else dict
 
 
 def _items(table: Any) -> Iterator[Any]:
@@ -289,8 +307,9 @@ def _items(table: Any) -> Iterator[Any]:
 def same_items(table: Any, copy: Any) -> bool:
     """Whether a container holds the objects of its copy, in their order."""
     if isinstance(table, dict):
-        now = dict(_own(table).items(table))
-        return list(now) == list(copy) and all(copy[name] is item for name, item in now.items())
+        now = dict(table_kind(table).items(table))
+        is_same = all_same(list(now), list(copy))
+        return is_same and all(copy[name] is item for name, item in now.items())
     if len(table) != len(copy):
         return False
     return all(a is b for a, b in zip(list(table), copy, strict=False))
@@ -298,44 +317,20 @@ def same_items(table: Any, copy: Any) -> bool:
 
 def _restore_dict(table: dict[Any, Any], copy: dict[Any, Any], is_alone: bool) -> None:
     """Give a table its entries back, in their order unless other threads may use it."""
-    kind = _own(table)
-    if is_alone and list(kind.keys(table)) != list(copy):
+    kind = table_kind(table)
+    if is_alone and not all_same(list(kind.keys(table)), list(copy)):
         kind.clear(table)
     for name in dict.keys(table) - copy.keys():
-        kind.__delitem__(table, name)
+        if is_alone or has_traced((name, dict.get(table, name))):
+            kind.__delitem__(table, name)
     for name, item in copy.items():
-        if dict.get(table, name, _Missing) is not item:
+        if dict.get(table, name, MISSING) is not item:
             kind.__setitem__(table, name, item)
 
 
-def _read(owner: Any, name: Any) -> Any:
-    if isinstance(owner, dict):
-        return dict.get(owner, name, _Missing)
-    if isinstance(owner, list):
-        return owner[name] if name < len(owner) else _Missing
-    if isinstance(owner, type):
-        return vars(owner).get(name, _Missing)
-    if isinstance(owner, ContextVar):
-        return owner.get(_Missing)
-    try:
-        return getattr(owner, name)
-    except (AttributeError, ValueError):  # not assigned
-        return _Missing
-
-
-def _write(owner: Any, name: Any, value: Any) -> None:
-    """Set a name as it was, or take it away."""
-    if value is _Missing and (isinstance(owner, ContextVar) or _read(owner, name) is _Missing):
-        return  # a trace has a context of its own, which ends with it
-    if isinstance(owner, ContextVar):
-        owner.set(value)
-        return
-    change: Callable[..., Any]
-    change, given = (delattr, ()) if value is _Missing else (setattr, (value,))
-    if isinstance(owner, dict | list):
-        kind = _own(owner) if isinstance(owner, dict) else list
-        change = kind.__delitem__ if value is _Missing else kind.__setitem__
-    change(owner, name, *given)
+def has_traced_keys(structure: Structure) -> bool:
+    """Whether a tensor of a trace is a key of a dict in a pytree."""
+    return has_traced(structure.unflatten([None] * structure.num_leaves))
 
 
 def has_traced(value: Any, depth: int = 8) -> bool:
@@ -345,11 +340,12 @@ def has_traced(value: Any, depth: int = 8) -> bool:
     if not depth or isinstance(value, torch.nn.Module | type | FunctionType):
         return False
     if isinstance(value, (*_TABLES, tuple, frozenset)):
-        return any(has_traced(item, depth - 1) for item in _items(value))
+        keys = list(dict.keys(value)) if isinstance(value, dict) else ()
+        return any(has_traced(item, depth - 1) for item in (*keys, *_items(value)))
     if not is_holder(type(value)):
         return False
     inside = [
         *(dict_of(value) or {}).values(),
-        *(_read(value, x) for x, _ in slots_of(value)),
+        *(answer_of(member.__get__, value) for _, member in slots_of(value)),
     ]
     return any(has_traced(item, depth - 1) for item in inside)

@@ -46,9 +46,7 @@ def _drop_outputs(node: Node) -> None:
     results, num_carry = results_of(body.graph), len(node.args[1])  # type: ignore[arg-type]
     read = {user.args[1] for user in node.users}
     kept = [k for k in range(len(results)) if k < num_carry or k in read]
-    kept = (
-        kept or list(range(len(results)))[:1]
-    )  # a loop of torch has a result, if its body has one
+    kept = kept or list(range(len(results)))[:1]  # a loop has a result, if its body has one
     output_of(body.graph).args = (tuple(results[k] for k in kept),)
     for user in list(node.users):
         user.args = (node, kept.index(user.args[1]))  # type: ignore[arg-type]

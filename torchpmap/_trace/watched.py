@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, call, is_, itemgetter
-from types import CellType, FunctionType, MemberDescriptorType
+from types import CellType
 from typing import Any, NamedTuple
 
 from torchpmap._base.exact import Pictures
 
-MISSING = object()
-_ANY = object()
-"""Stands for a value that is not watched here."""
+
+class MISSING:
+    """Stands for the value where there is none.  A class is the same object in a copy."""
+
+
 _registry_of = getattr(abc, "_get_dump")  # noqa: B009 (not in the stubs)
-_code = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_Source = Callable[[], Iterable[Any]]
+OF_A_FUNCTION: tuple[Callable[[Any], Any], ...] = tuple(
+    map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))
+)
+"""What ask a function for what it runs."""
+cell_contents: Callable[[CellType], Any] = attrgetter("cell_contents")
+mro_of: Callable[[type], tuple[type, ...]] = attrgetter("__mro__")
+referent: Callable[[Any], Any] = attrgetter("__reduce_ex__.__self__")
+"""Of a weak proxy."""
 
 
 class Place(NamedTuple):
@@ -38,25 +46,24 @@ class Watched:
     """
 
     def __init__(self) -> None:
-        self._sources: list[_Source] = []
+        self._sources: list[Callable[[], Iterable[Any]]] = []
         self._expected: list[Any] = []
         """The values of all sources, as they were noted."""
+        self._sized: list[Sized] = []
+        self._sizes: list[int] = []
         self._singles: dict[Callable[[Any], Any], tuple[list[Any], list[Any], list[Place]]] = {}
         """By what is asked: of whom, the answers, and their places."""
         self._names: dict[int, tuple[Mapping[str, Any], dict[str, Any], dict[str, Place]]] = {}
         """By id of a table: the table, values by name, and their places."""
-        self._views: list[tuple[Iterable[Any], list[Any], Place | None]] = []
-        """Objects with items, such as lists and ``dict.values()``; None: see ``_owners``."""
-        self._sized: list[Sized] = []
-        self._sizes: list[int] = []
-        self._size_places: list[Place | None] = []
-        self._owners: list[tuple[Any, dict[str, Any], dict[str, Any] | None, str]] = []
-        """Instances, their ``__dict__``, a copy of it if all of it is watched (``_ANY`` where
-        its names are), and the origin."""
+        self._views: list[tuple[Any, list[Any] | None, int, Place | None]] = []
+        """Objects with items, such as lists and ``dict.values()``: the items, unless only their
+        number is watched, that number, and the place; None: see ``_owners``."""
+        self._owners: list[tuple[Any, dict[str, Any], Collection[str] | None, str]] = []
+        """Instances, their ``__dict__``, its names if these are watched, and the origin."""
 
     def __len__(self) -> int:
         num_asked = sum(len(asked) for asked, _, _ in self._singles.values())
-        return num_asked + len(self._names) + len(self._sized) + len(self._owners)
+        return num_asked + len(self._names) + len(self._views) + len(self._owners)
 
     def add(self, ask: Callable[[Any], Any], of: Any, place: Place) -> Any:
         """Watch an answer, which is returned; ``ask`` runs at each call."""
@@ -78,39 +85,26 @@ class Watched:
         values[name], places[name] = value, place
         return None if value is MISSING else value
 
-    def add_size(self, sized: Sized, place: Place | None) -> None:
-        self._sized.append(sized)
-        self._sizes.append(len(sized))
-        self._size_places.append(place)
+    def add_size(self, sized: Sized, place: Place) -> None:
+        self._views.append((sized, None, len(sized), place))
 
     def add_view(self, view: Any, place: Place | None) -> None:
-        self.add_size(view, place)
-        if self._sizes[-1]:
-            self._views.append((view, list(view), place))
+        items = list(view)
+        self._views.append((view, items, len(items), place))
 
     def add_attributes(
-        self, owner: Any, table: dict[str, Any], origin: str, *, values: bool = True
+        self, owner: Any, table: dict[str, Any], origin: str, *, names: bool
     ) -> None:
-        """``table``: the ``__dict__`` of the owner, of which all is watched, or all names."""
-        self.add_view(table.keys(), None)
-        if values:
-            self.add_view(table.values(), None)
-        copy = dict(table) if values else dict.fromkeys(table, _ANY)
-        self._owners.append((owner, table, copy, origin))
-
-    def add_dict(self, owner: Any, table: dict[str, Any], origin: str) -> None:
-        """Watch that the ``__dict__`` of the owner stays this one."""
-        self._owners.append((owner, table, None, origin))
+        """Watch that ``table`` stays the ``__dict__`` of the owner, and the names in it."""
+        if names:
+            self.add_view(table.keys(), None)
+        self._owners.append((owner, table, list(table) if names else None, origin))
 
     def seal(self) -> None:
         """Make ready to compare; nothing is added afterwards."""
         for ask, (asked, answers, _) in self._singles.items():
-            if ask is code_of:
-                self._sources += [partial(_code, function) for function in asked]
-                self._expected += chain.from_iterable(answers)
-            else:
-                self._sources.append(partial(map, ask, asked))
-                self._expected += answers
+            self._sources.append(partial(map, ask, asked))
+            self._expected += answers
         for table, values, _ in self._names.values():
             names = [name for name, value in values.items() if value is not MISSING]
             absent = values.keys() - names
@@ -125,9 +119,12 @@ class Watched:
             owners = [owner for owner, *_ in self._owners]
             self._sources.append(partial(map, object.__getattribute__, owners, repeat("__dict__")))
             self._expected += [table for _, table, *_ in self._owners]
-        if self._views:
-            self._sources.append(partial(chain.from_iterable, [view for view, *_ in self._views]))
-            self._expected += chain.from_iterable(items for _, items, _ in self._views)
+        self._sized = [view for view, *_ in self._views]
+        self._sizes = [size for _, _, size, _ in self._views]
+        filled = [(view, items) for view, items, *_ in self._views if items]
+        if filled:
+            self._sources.append(partial(chain.from_iterable, [view for view, _ in filled]))
+            self._expected += chain.from_iterable(items for _, items in filled)
 
     def same(self) -> bool:
         """Whether nothing has changed."""
@@ -148,36 +145,22 @@ class Watched:
         """Where something has changed."""
         for ask, (asked, answers, places) in self._singles.items():
             for one, answer, place in zip(asked, answers, places, strict=True):
-                if not all_same([_answer(ask, one)], [answer]):
+                if not all_same([answer_of(ask, one)], [answer]):
                     yield place
         for table, values, name_places in self._names.values():
             for name, value in values.items():
                 if not all_same([table.get(name, MISSING)], [value]):
                     yield name_places[name]
-        for owner, table, copy, origin in self._owners:
+        for owner, table, names, origin in self._owners:
             now = object.__getattribute__(owner, "__dict__")
             if now is not table:
                 yield Place(origin, "attribute")
-            for name in () if copy is None else copy.keys() | now.keys():
-                then = (copy or {}).get(name, MISSING)
-                if then is _ANY and name in now:
-                    continue
-                if not all_same([now.get(name, MISSING)], [then]):
-                    yield Place(origin, "attribute", name)
-        for sized, size, size_place in zip(
-            self._sized, self._sizes, self._size_places, strict=True
-        ):
-            if size_place is not None and len(sized) != size:
-                yield size_place
-        for view, items, view_place in self._views:
-            if view_place is not None and not all_same(list(view), items):
+            for name in () if names is None else now.keys() ^ names:
+                yield Place(origin, "attribute", name)
+        for view, items, size, view_place in self._views:
+            is_same = len(view) == size and (items is None or all_same(list(view), items))
+            if view_place is not None and not is_same:
                 yield view_place
-
-
-code_of: Callable[[FunctionType], tuple[Any, Any, Any]] = _code
-"""What a function runs: its code and its defaults."""
-cell_contents: Callable[[CellType], Any] = attrgetter("cell_contents")
-mro_of: Callable[[type], tuple[type, ...]] = attrgetter("__mro__")
 
 
 def num_registered(cls: abc.ABCMeta) -> int:
@@ -187,11 +170,17 @@ def num_registered(cls: abc.ABCMeta) -> int:
     return len(_registry_of(cls)[0])
 
 
-def _answer(ask: Callable[[Any], Any], of: Any) -> Any:
+def answer_of(ask: Callable[[Any], Any], of: Any) -> Any:
+    """``MISSING`` if it has none: nothing is assigned, or a proxy leads to nothing."""
     try:
         return ask(of)
-    except (AttributeError, ValueError):  # deleted
+    except (AttributeError, ValueError, ReferenceError):
         return MISSING
+
+
+def attribute_of(value: Any, name: str) -> Any:
+    """Read without calling the user's ``__getattr__``; ``MISSING`` if there is none."""
+    return answer_of(partial(object.__getattribute__, value), name)
 
 
 def _same(now: Any, expected: Any) -> bool:
@@ -214,24 +203,3 @@ def holds_items(kind: Any, value: Any, expected: tuple[Any, ...]) -> bool:
 
 def holds_bytes(value: Any, expected: bytes) -> bool:
     return bytes(value) == expected
-
-
-def in_slot(member: MemberDescriptorType, value: Any) -> Any:
-    try:
-        return member.__get__(value)
-    except AttributeError:  # not assigned yet
-        return MISSING
-
-
-def in_cell(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return MISSING
-
-
-def behind_proxy(proxy: Any) -> Any:
-    try:
-        return proxy.__reduce_ex__.__self__
-    except ReferenceError:
-        return MISSING

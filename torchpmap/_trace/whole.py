@@ -38,7 +38,7 @@ from torchpmap._trace.whole_capture import Hook, Leaf, Replace, WholeCapture
 from torchpmap._trace.whole_gradient import (
     given_are_leaves,
     is_differentiable,
-    pulled_back,
+    pull_back,
     refuse_others,
     split_off,
 )
@@ -125,17 +125,15 @@ def trace_whole(
             states = [*capture.tensors, *arguments]
             stand_ins = [capture.stand_ins[id(x)] for x in capture.tensors]
             leaves = list(capture.leaves.values())
-            grads = [leaf.gradient() for leaf in leaves]
-            refuse_others(results, [*stand_ins, *given, *grads])
+            for leaf in leaves:
+                leaf.after = leaf.gradient()
+            refuse_others(results, [*stand_ins, *given, *(leaf.after for leaf in leaves)])
             answers = [is_differentiable(x) for x in results]
-            through = [k for k, answer in enumerate(answers) if answer is True]
-            ends = [results[k] for k in through]
-            cotangents, pulled = pulled_back(capture, ends, given)
+            ends = [x for x, answer in zip(results, answers, strict=True) if answer is True]
+            cotangents = pull_back(capture, ends, given)
         capture.end()
-        overwritten = {k: text for k, text in enumerate(answers) if isinstance(text, str)}
-        done = returned, len(results), states, leaves, grads
-        found.append(_Found(*done, through, overwritten, cotangents, pulled))
-        kept = [x for x in (*grads, *pulled) if x is not None]
+        found.append(_Found(returned, answers, states, leaves, cotangents))
+        kept = [x for leaf in leaves for x in (leaf.after, leaf.pulled) if x is not None]
         with torch.no_grad():
             return [x.detach() for x in (*results, *stand_ins, *given, *kept)]
 
@@ -146,22 +144,17 @@ def trace_whole(
 
 
 class _Found(NamedTuple):
-    """What a function has done, and what ``backward()`` outside of it does.  The graph returns the
-    results, the values of ``states``, ``grads`` and ``pulled``.
+    """What a function has done.  The graph returns the results, the values of ``states``, and of
+    each leaf the gradients that there are: ``after`` and ``pulled``.
     """
 
     returned: Any
-    num_results: int
+    answers: list[bool | str]
+    """Whether each result is differentiable."""
     states: list[torch.Tensor]
     """What it closes over, and its arguments."""
     leaves: list[Leaf]
-    grads: list[torch.Tensor | None]
-    through: list[int]
-    """The results that have cotangents."""
-    overwritten: dict[int, str]
     cotangents: list[torch.Tensor]
-    pulled: list[torch.Tensor | None]
-    """What each leaf gets from them; empty if there are none."""
 
 
 def _functional(graph: GraphModule, capture: WholeCapture) -> GraphModule:
@@ -200,7 +193,7 @@ def _effects(
     graph: GraphModule, capture: WholeCapture, optimizers: Optimizers, found: _Found
 ) -> WholeTrace:
     """Of the results, keep those that tell of an effect; of what is captured, what is used."""
-    outputs, num, states = results_of(graph.graph), found.num_results, found.states
+    outputs, num, states = results_of(graph.graph), len(found.answers), found.states
     places, closed_over = split_off(graph, capture.tensors, found.cotangents)
     given = places[len(closed_over) :]
     before = [*places[: len(states) - len(given)], *given]  # not what only the backward pass meets
@@ -209,20 +202,15 @@ def _effects(
     written = [pair for pair in changed if id(pair[0]) not in vectors]
     counted = [(vectors[id(x)], node) for x, node in changed if id(x) in vectors]
     new = iter(outputs[num + len(states) :])
-    left = [
-        (leaf, grad, None if grad is None else next(new))
-        for leaf, grad in zip(found.leaves, found.grads, strict=True)
-    ]
-    for leaf, grad, _ in left:
-        if grad is not None:  # it may be new, or be used, or be written to
+    graded, pulled = [], []
+    for leaf in found.leaves:
+        if leaf.after is not None:  # it may be new, or be used, or be written to
             leaf.ask()
-    graded = [(leaf.real, node) for leaf, grad, node in left if grad is not leaf.before and node]
-    gone = [leaf for leaf, grad, _ in left if grad is None]
-    pulled = [
-        (leaf.real, next(new))
-        for (leaf, *_), grad in zip(left, found.pulled, strict=False)
-        if grad is not None
-    ]
+            node = next(new)
+            graded += [] if leaf.after is leaf.before else [(leaf.real, node)]
+        if leaf.pulled is not None:
+            pulled.append((leaf.real, next(new)))
+    gone = [leaf for leaf in found.leaves if leaf.after is None]
     effects = (*written, *counted, *graded, *pulled)
     kept = (*outputs[:num], *(node for _, node in effects))
     output_of(graph.graph).args = (kept,)
@@ -235,7 +223,7 @@ def _effects(
     return WholeTrace(
         graph=graph,
         captured=captured,
-        leaves=[leaf.real for leaf, *_ in left if leaf.is_stored],
+        leaves=[leaf.real for leaf in found.leaves if leaf.is_stored],
         met=[x for x in closed_over if id(x) not in vectors],
         returned=found.returned,
         num_results=num,
@@ -244,11 +232,11 @@ def _effects(
         graded=[real for real, _ in graded],
         cleared=[leaf.real for leaf in gone if leaf.is_cleared or leaf.before is not None],
         required=[x.real for x in found.leaves if not (x.is_frozen() or x.real.requires_grad)],
-        asked=[(leaf.real, leaf.before is not None) for leaf, *_ in left if leaf.was_asked],
+        asked=[(x.real, x.before is not None) for x in found.leaves if x.was_asked],
         grad_of=capture.grad_of,
         numbers=optimizers.numbers,
-        cotangents=found.through,
-        overwritten=found.overwritten,
+        cotangents=[k for k, answer in enumerate(found.answers) if answer is True],
+        overwritten={k: x for k, x in enumerate(found.answers) if isinstance(x, str)},
         pulled=[real for real, _ in pulled],
     )
 

@@ -6,6 +6,7 @@ a gradient of its own, and what shares its value with another tensor has a stand
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -56,7 +57,10 @@ class Leaf:
     """Whether it matters if there was one."""
     is_cleared: bool = False
     """Whether the function took it away before anything asked for it."""
-
+    after: torch.Tensor | None = None
+    """The gradient with which the function ends."""
+    pulled: torch.Tensor | None = None
+    """What a ``backward()`` outside adds to it."""
     num_hooks: int = 0
     """With which the function begins."""
 
@@ -95,8 +99,8 @@ class WholeCapture(Capture):
         self._hook = hook
         self.leaves: dict[int, Leaf] = {}
         """By the id of the stand-in."""
-        self._others: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """What requires no grad, and its stand-in, by the id of the latter."""
+        self._others: dict[int, torch.Tensor] = {}
+        """What requires no grad, by the id of the stand-in."""
         self.grad_of: dict[int, torch.Tensor] = {}
         """Id of a gradient from before -> the leaf: each call may find another there."""
         self.is_outside = False
@@ -126,7 +130,7 @@ class WholeCapture(Capture):
         with torch_function_off(), outside_modes():
             requires_grad, is_stored = real.requires_grad, real.is_leaf
         if not requires_grad:
-            self._others[id(stand_in)] = real, stand_in
+            self._others[id(stand_in)] = real
         elif not is_stored and not is_given:
             raise Untraceable(
                 "a tensor that requires grad was computed outside of the function",
@@ -142,7 +146,7 @@ class WholeCapture(Capture):
         """
         if id(stand_in) in self._others and stand_in.grad_fn is None:
             with outside_transforms():
-                self._add_leaf(*self._others.pop(id(stand_in)), True)
+                self._add_leaf(self._others.pop(id(stand_in)), stand_in, True)
         return self.leaves.get(id(stand_in))
 
     def _add_leaf(self, real: torch.Tensor, stand_in: torch.Tensor, is_stored: bool) -> None:
@@ -160,8 +164,7 @@ class WholeCapture(Capture):
                 for hook in hooks.values() if is_stored else ():
                     stand_in.register_hook(functools.partial(self._inside, hook))
                 for hook in after_hooks.values():
-                    after = functools.partial(_with_real, hook, real)
-                    stand_in.register_post_accumulate_grad_hook(after)
+                    stand_in.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(real))
                 self._hook(real, stand_in)
                 stand_in.requires_grad_(requires_grad)
             stand_in.grad = before
@@ -222,10 +225,6 @@ def refuse_gradient() -> NoReturn:
     )
 
 
-def _with_real(hook: Callable[[torch.Tensor], None], real: torch.Tensor, _: object) -> None:
-    hook(real)
-
-
 def _requires_grad(tensor: torch.Tensor) -> bool:
     with torch_function_off(), outside_modes():
         return tensor.requires_grad
@@ -239,16 +238,16 @@ class Replace(TracedCalls):
     """
 
     def __init__(self, capture: WholeCapture) -> None:
-        super().__init__(
-            capture, lambda x: capture.substitute(self._checked(x)) if _is_users(x) else x
-        )
-        self.capture = capture
-        self._grad_of = capture.grad_of
+        super().__init__(capture, self._stand_in)
+        self.capture: WholeCapture = capture
 
-    def _checked(self, x: torch.Tensor) -> torch.Tensor:
-        if id(x) in self._grad_of:
+    def _stand_in(self, x: torch.Tensor) -> torch.Tensor:
+        if not _is_users(x):
+            return x
+        if id(x) in self.capture.grad_of:
             refuse_gradient()
-        return x
+        stand_in: torch.Tensor = self.capture.substitute(x)
+        return stand_in
 
     def __enter__(self) -> Self:
         _backward.__enter__()
@@ -257,12 +256,6 @@ class Replace(TracedCalls):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         _backward.__exit__()
-
-    def run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self in function_modes():
-            return run(*args, **kwargs)
-        with self:
-            return run(*args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():  # as torch.cond does its branches
@@ -294,8 +287,10 @@ def reals() -> dict[int, torch.Tensor]:
 
 def _with_modes(own: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        active = _innermost()
-        return own(*args, **kwargs) if active is None else active.run_backward(own, *args, **kwargs)
+        active: Any = _innermost()
+        is_on = active is None or active in function_modes()
+        with contextlib.nullcontext() if is_on else active:
+            return own(*args, **kwargs)
 
     return run
 

@@ -20,6 +20,7 @@ from torchpmap._base.ambient import ambient, applied, for_graph
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import outside_modes, torch_function_off
+from torchpmap._trace.capture import nodes_behind
 from torchpmap._trace.graphs import copied_whole, drop_dead, output_of, placeholders, results_of
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole_capture import WholeCapture
@@ -32,24 +33,12 @@ def is_differentiable(result: torch.Tensor) -> bool | str:
     that was written to.
     """
     answer: bool | str = result.grad_fn is not None
-    for node in _nodes([result]):
+    for node in nodes_behind([result]):
         refusal = _refusal(node)
         if "freed" in refusal:
             return False
         answer = refusal or answer
     return answer
-
-
-def _nodes(results: Tensors) -> set[Any]:
-    """The nodes of autograd that results were computed by."""
-    waiting: list[Any] = [x.grad_fn for x in results]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [source for source, _ in node.next_functions]
-    return seen
 
 
 def _refusal(node: Any) -> str:
@@ -93,20 +82,18 @@ def given_are_leaves(capture: WholeCapture) -> Iterator[None]:
         raise Untraceable(what, users_line(), "x.clone()") from error
 
 
-def pulled_back(
-    capture: WholeCapture, results: Tensors, arguments: Tensors
-) -> tuple[list[Any], list[Any]]:
-    """Real tensors that stand for the cotangents of results, and what the stand-ins of all leaves
-    get from them: a gradient or None.
+def pull_back(capture: WholeCapture, results: Tensors, arguments: Tensors) -> list[torch.Tensor]:
+    """Real tensors that stand for the cotangents of results; each leaf hears what it gets from
+    them.
     """
     if not results:
-        return [], []
+        return []
     with torch_function_off():
         with outside_modes():
             kinds = [(tuple(x.shape), x.dtype) for x in results]
             cotangents = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
         given = [capture.substitute(x) for x in cotangents]
-    if len(results) > 1 and any(map(_may_mix, _nodes(results))):
+    if len(results) > 1 and any(map(_may_mix, nodes_behind(results))):
         raise Untraceable(
             "several results require grad, and a torch.autograd.Function of several results is "
             "among what they are computed by: what it does with a cotangent that is not there is "
@@ -114,16 +101,17 @@ def pulled_back(
             users_line(),
             "one result, or x.detach() for others",
         )
-    leaves = [leaf.stand_in for leaf in capture.leaves.values()]
-    frozen = [leaf.is_frozen() and is_inexact(leaf.stand_in) for leaf in capture.leaves.values()]
+    leaves = list(capture.leaves.values())
+    stand_ins = [leaf.stand_in for leaf in leaves]
+    frozen = [leaf.is_frozen() and is_inexact(leaf.stand_in) for leaf in leaves]
     before = {id(x): x._version for x in (*capture.stand_ins.values(), *arguments)}
     capture.is_outside = True
     try:
         # autocast around the call is not around the backward pass
         with applied(for_graph(ambient())):
-            for leaf, is_frozen in zip(leaves, frozen, strict=True):
-                leaf.requires_grad_(leaf.requires_grad or is_frozen)
-            gradients = list(torch.autograd.grad(results, leaves, given, allow_unused=True))
+            for stand_in, is_frozen in zip(stand_ins, frozen, strict=True):
+                stand_in.requires_grad_(stand_in.requires_grad or is_frozen)
+            gradients = torch.autograd.grad(results, stand_ins, given, allow_unused=True)
     except (RuntimeError, NotImplementedError) as error:
         why = f"its derivative cannot be traced ({error})"
         raise Untraceable(why, users_line(), "torch.no_grad() around the call") from error
@@ -142,7 +130,9 @@ def pulled_back(
         )
     if all(gradient is None for gradient in gradients):
         raise Untraceable("its results require grad of new leaves", users_line(), "x.detach()")
-    return cotangents, gradients
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.pulled = gradient
+    return cotangents
 
 
 def _may_mix(node: Any) -> bool:

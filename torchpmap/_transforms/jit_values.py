@@ -30,6 +30,7 @@ from torchpmap._trace.capture import is_real
 from torchpmap._trace.kinds import check_dtype, oddity
 from torchpmap._trace.optimizers import Numbers
 from torchpmap._trace.reach import SIMPLE
+from torchpmap._trace.snapshot import has_traced_keys
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole_capture import reals
 from torchpmap.random._streams import peek_key
@@ -169,6 +170,8 @@ class JitCall:
     def of_tensors(self, given: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         """The same; see ``whole.Fun``."""
         values, tree = flatten(self.returned(given))
+        if has_traced_keys(tree):
+            raise Untraceable("it returns a dict of new tensors", users_line(), "a list of pairs")
         places: dict[int, Any] = {key: ClosedOver(x) for key, x in reals().items()}
         places |= {id(x): Argument(k) for k, x in enumerate(given)}
         template: list[Any] = []
