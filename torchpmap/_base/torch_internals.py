@@ -449,9 +449,6 @@ _BATCH_NORMS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_b
 
 # -- Dynamo ----------------------------------------------------------------------------------------
 
-disable_dynamo = torch._disable_dynamo
-"""As ``torch.compiler.disable``, but imports Dynamo only when the function is called."""
-
 
 def as_if_compiling() -> AbstractContextManager[Any]:
     """A block in which ``torch.compiler.is_compiling()`` is true."""

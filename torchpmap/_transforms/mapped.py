@@ -29,7 +29,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from torchpmap._base.ambient import keyed
-from torchpmap._base.boundary import boundary, fold
+from torchpmap._base.boundary import boundary, fold, outside_graphs
 from torchpmap._base.busy import waiting
 from torchpmap._base.config import config
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
@@ -37,7 +37,6 @@ from torchpmap._base.pytree import flatten_call, map_tensors
 from torchpmap._base.torch_internals import (
     any_requires_grad,
     break_graph,
-    disable_dynamo,
     is_traced,
     is_transformed,
     num_modes,
@@ -93,7 +92,7 @@ NO_PART_OF_A_GRAPH = (
 _is_grad_enabled = torch.is_grad_enabled
 
 
-@disable_dynamo
+@outside_graphs
 def outside_dynamo(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """A call in a function that ``torch.compile`` compiles: between its graphs, untouched."""
     return call(*args, **kwargs)
