@@ -32,6 +32,11 @@ def loss(w, x):
     return model(w, x).sum()
 
 
+def through_a_gradient_of_jit():
+    x = tp.shard_batch(X[:, 0]).requires_grad_()
+    tp.jit(lambda x, n: Fails.apply(x).sum() * n["n"], compile=EAGER)(x, {"n": 2}).backward()
+
+
 def in_blocks(*specs):
     mesh = tp.make_mesh((4,), ("x",))
     return tp.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=tp.P(), compile=EAGER)
@@ -91,6 +96,18 @@ CASES = {
          "(<inputs>): dim 0 of argument w has size 5, which is not divisible by 4, the number of "
          "blocks over the mesh axes 'x' (4): in_specs has PartitionSpec('x',) for it, and its "
          "shape is [5, 3]. Pad the dim to 8."],
+    ),
+    "traced, whole": (
+        lambda: tp.jit(loss, compile=EAGER)(W, tp.shard_batch(X[:, 0])),
+        ["<lambda>", "loss", "model"],
+        ["RuntimeError: a and b must have same reduction dim, but got [4, 6] X [5, 3].",
+         "while tracing `loss`: arguments w float32[5, 3], x float32[4, 6]"],
+    ),
+    "backward, whole": (
+        through_a_gradient_of_jit,
+        ["through_a_gradient_of_jit", "backward"],
+        ["ArithmeticError: on the way back",
+         "while tracing `<lambda>`: arguments x float32[4, 6], n['n'] = 2"],
     ),
     "blocks of another mesh": (
         on_another_mesh,

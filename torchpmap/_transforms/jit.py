@@ -7,6 +7,7 @@ __call__ --key--> Program --run--> one plan, whose results go to the caller's te
 from __future__ import annotations
 
 import functools
+import operator
 import reprlib
 import threading
 import types
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchpmap._base.ambient import keyed
+from torchpmap._base.axis_spec import argument_names
 from torchpmap._base.boundary import boundary, fold
 from torchpmap._base.busy import waiting
 from torchpmap._base.config import config
@@ -34,6 +36,7 @@ from torchpmap._base.torch_internals import (
     num_modes,
 )
 from torchpmap._layout import axis_stack
+from torchpmap._plan.lower import tracing_of
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import with_sharding_constraint
@@ -45,7 +48,7 @@ from torchpmap._trace.pickling import Made
 from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
-from torchpmap._transforms.call import reduced
+from torchpmap._transforms.call import listed, reduced
 from torchpmap._transforms.jit_containers import Changes, NotingChanges, are_given_twice
 from torchpmap._transforms.jit_program import (
     JitCall,
@@ -86,6 +89,7 @@ class Jitted(Made, Generic[_P, _R]):
     """A function that ``jit`` has made, called like the function."""
 
     __wrapped__: Callable[_P, _R]
+    _what = "`{}`"
 
     def __init__(self, fun: Callable[_P, _R], options: Options) -> None:
         functools.update_wrapper(self, fun, updated=())
@@ -227,6 +231,8 @@ class Jitted(Made, Generic[_P, _R]):
         return None
 
     def _traced(self, key: Hashable, call: JitCall, make: Callable[..., Any]) -> _Found:
+        args, _ = call.structure.unflatten(call.leaves)
+        call.paths = call.structure.call_paths(argument_names(self.__wrapped__, len(args)))
         self._note(call, make is not self._make)
         call.fun = noting = NotingChanges(call.fun, self._options.where)
         objects = tuple(call.objects())
@@ -244,13 +250,14 @@ class Jitted(Made, Generic[_P, _R]):
                 stores = [x for x, _ in mine if isinstance(x, Storing)]
                 is_full = len(stores) >= _MAX_CONSTANTS
                 look = functools.partial(snapshot.stored, where=where, constants=not is_full)
-                if make is self._make:
-                    others = [x for kept in self._programs.values() for x, _ in kept]
-                    same = stores if is_full else ()
-                    program, taken = storing(complete, call, snapshot, others, same, look, where)
-                else:
-                    outlined = functools.partial(_outlined, complete, call, look, where)
-                    program, taken = copy_context().run(outlined), call.tensors
+                with tracing_of(self._what.format(self._options.name), _listed(call)):
+                    if make is self._make:
+                        others = [x for kept in self._programs.values() for x, _ in kept]
+                        given = others, stores if is_full else (), look, where
+                        program, taken = storing(complete, call, snapshot, *given)
+                    else:
+                        outlined = functools.partial(_outlined, complete, call, look, where)
+                        program, taken = copy_context().run(outlined), call.tensors
             except BaseException as error:
                 snapshot.restore()
                 if not isinstance(error, Untraceable):
@@ -280,7 +287,7 @@ class Jitted(Made, Generic[_P, _R]):
 
     def _note(self, call: JitCall, is_outline: bool) -> None:
         """Count a trace, and warn if there are too many."""
-        named = dict(zip(call.structure.paths("argument"), call.leaves, strict=True))
+        named = {f"argument {p}": x for p, x in zip(call.paths, call.leaves, strict=True)}
         tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
         places = {name: x._alive()[0] for name, x in tensors.items() if type(x) is ShardedTensor}
         kinds: dict[str, Hashable] = {name: _described(x) for name, x in named.items()}
@@ -297,6 +304,8 @@ class Jitted(Made, Generic[_P, _R]):
 
 class _Derived(Jitted[..., Any]):
     """A derivative or a batched form of a jitted function, on tensors that no transform follows."""
+
+    _what = "a derivative of `{}`"
 
     def __init__(self, of: Jitted[..., Any], body: Body, alike: Sequence[int]) -> None:
         super().__init__(_no_surroundings, replace(of._options, out_shardings=None))
@@ -333,6 +342,12 @@ def _described(leaf: Any) -> str:
     """What a trace depends on, as warnings say it."""
     is_tensor = isinstance(leaf, torch.Tensor)
     return kind_of(leaf.shape, leaf.dtype) if is_tensor else reprlib.repr(leaf)
+
+
+def _listed(call: JitCall) -> str:
+    """The arguments of a call, as a note names them."""
+    told = ("" if isinstance(x, torch.Tensor) else "= " for x in call.leaves)
+    return listed(call.paths, map(operator.add, told, map(_described, call.leaves)))
 
 
 @overload

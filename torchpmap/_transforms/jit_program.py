@@ -88,6 +88,9 @@ def make_options(name: str, *, compile: Any, **others: Any) -> Options:
 class JitCall:
     """A call, taken apart."""
 
+    paths: list[str]
+    """What messages call the leaves, where it is traced."""
+
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.fun = fun
         leaves, self.structure = flatten_call(args, kwargs)
@@ -230,8 +233,8 @@ class Program:
         """Raise if processes give different host values: their copies of the results would differ.
         Once for each kind of call, as it waits for all of them.
         """
-        pairs = zip(call.structure.paths("argument"), call.leaves, strict=True)
-        paths = [path for path, leaf in pairs if isinstance(leaf, torch.Tensor)]
+        pairs = zip(call.paths, call.leaves, strict=True)
+        paths = [f"argument {path}" for path, leaf in pairs if isinstance(leaf, torch.Tensor)]
         given = [each.given(call.tensors, paths) for each in self._inputs]
         named = {f"{prefix}: {name} (input {k})": x for k, (name, x) in enumerate(given)}
         check_host_values(named, devices, _EQUAL)

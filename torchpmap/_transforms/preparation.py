@@ -29,14 +29,11 @@ from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Program
 from torchpmap._trace.repetition import unrolled
 from torchpmap._trace.untraceable import Untraceable
-from torchpmap._transforms.call import CallArguments, MapOptions, Static
+from torchpmap._transforms.call import CallArguments, MapOptions, Static, listed
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import new_seed
 
 _Call = TypeVar("_Call", bound=CallArguments)
-
-_MAX_DESCRIBED = 8
-"""How many arguments a note or a log names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,16 +271,13 @@ def _kind(leaf: Any) -> str:
 
 
 def _described(call: CallArguments) -> str:
-    """The first arguments of a call, as the function sees them: "arguments x float32[3], n = 2"."""
-    found = []
-    leaves = list(zip(call.paths, call.leaves, strict=True))
-    for position, (path, leaf) in enumerate(leaves[:_MAX_DESCRIBED]):
+    """The arguments of a call, as the function sees them."""
+
+    def told(each: tuple[int, Any]) -> str:
+        position, leaf = each
         if leaf is None or isinstance(leaf, Static):
-            found.append(f"{path} = {reprlib.repr(None if leaf is None else leaf.value)}")
-        else:
-            shape, dtype = shape_and_dtype(leaf)
-            found.append(f"{path} {kind_of(call.seen_shape(position, shape), dtype)}")
-    if not found:
-        return ""
-    more = f" and {len(leaves) - len(found)} more" if len(leaves) > len(found) else ""
-    return f"argument{'s' * (len(leaves) > 1)} {', '.join(found)}{more}"
+            return f"= {reprlib.repr(None if leaf is None else leaf.value)}"
+        shape, dtype = shape_and_dtype(leaf)
+        return kind_of(call.seen_shape(position, shape), dtype)
+
+    return listed(call.paths, map(told, enumerate(call.leaves)))
