@@ -418,6 +418,9 @@ REFUSED = {
     "no spec": (
         lambda: by_spec("weight", "x"), TypeError,
         r"^shard_module.*: 'weight' must be a P\(...\), but is 'x'"),
+    "no such axis": (
+        lambda: by_spec("weight", P("data")), ValueError,
+        r"^shard_module\(Sequential\): 0\.weight: Resource axis: data of .* not found in mesh"),
     "no such name": (
         lambda: by_spec("up", P("x")), ValueError,
         r"'up' is found in no name; there are 0.weight, 0.bias\.$"),

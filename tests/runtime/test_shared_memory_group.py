@@ -154,6 +154,14 @@ def disagreements(rounds: int) -> list[bool]:
     return agreed
 
 
+def comparisons_of_two_calls() -> None:
+    rank, _ = me()
+    group: Any = _resolve_process_group(GROUP)
+    group.meeting._occasion.number = 5 + rank
+    group._calls[5 + rank] = f"call {rank}"
+    group.agree(1)
+
+
 def product() -> None:
     _c10d.all_reduce(torch.zeros(4), "product", GROUP)
 
@@ -256,6 +264,14 @@ def test_without_shared_memory(willing):
 def test_reductions_it_does_not_know(run):
     with pytest.raises(RuntimeError, match="this one cannot reduce with"):
         run(product)
+
+
+def test_comparisons_of_two_calls():
+    text = (
+        r"rank (\d) runs call \1, but rank \d a comparison in a call that this process has not made"
+    )
+    with spmd(2) as run, pytest.raises(RuntimeError, match=text):
+        run(comparisons_of_two_calls)
 
 
 def test_ranks_that_disagree_go_on():

@@ -23,6 +23,17 @@ def test_what_is_no_argument_is_named_too():
 
 
 @pytest.mark.usefixtures("pool")
+def test_jit_names_the_parameter():
+    f = tp.jit(lambda x, options: x * options["rate"], compile=EAGER)
+    x = tp.replicate(torch.ones(4))
+    for rate in range(15):
+        f(x, {"rate": rate})
+    text = r"jit\(<lambda>\): traced 16 times, because argument options\['rate'\] keeps changing"
+    with pytest.warns(match=text):
+        f(x, {"rate": 15})
+
+
+@pytest.mark.usefixtures("pool")
 def test_pmap_warns():
     f = tp.pmap(lambda x, n: x * n, static_broadcasted_argnums=1, compile=EAGER)
     with warnings.catch_warnings(record=True) as caught:

@@ -429,9 +429,6 @@ def gives_views(func: Any) -> bool:
 
 # -- Dynamo ----------------------------------------------------------------------------------------
 
-disable_dynamo = torch._disable_dynamo
-"""As ``torch.compiler.disable``, but imports Dynamo only when the function is called."""
-
 
 def as_if_compiling() -> AbstractContextManager[Any]:
     """A block in which ``torch.compiler.is_compiling()`` is true."""

@@ -137,8 +137,8 @@ def shard_module(
 
     def layout(path: str, x: torch.Tensor) -> Layout:
         found = (spec for pattern, spec in specs.items() if re.search(pattern, path))
-        sharding = NamedSharding(chosen, next(found, PartitionSpec()))
         try:
+            sharding = NamedSharding(chosen, next(found, PartitionSpec()))
             return general_layout(tuple(x.shape), x.dtype, sharding)
         except ValueError as error:
             raise ValueError(f"{name}: {path}: {error}") from None

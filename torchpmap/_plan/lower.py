@@ -244,16 +244,23 @@ def _trace(
 
 @contextlib.contextmanager
 def _tracing(target: Target) -> Iterator[None]:
-    """A block that traces: the user sees that it takes long, and an error tells where it arose."""
+    """A block that traces for a target: the user sees that it takes long."""
     what = f"tracing {target.described}"
+    noted = tracing_of(target.what, target.arguments)
+    with noted, applied(target.ambient), during(target.name), waiting(what):
+        yield
+
+
+@contextlib.contextmanager
+def tracing_of(what: str, arguments: str) -> Iterator[None]:
+    """A block that traces: an error tells where it arose; see ``Target``."""
     try:
-        with applied(target.ambient), during(target.name), waiting(what):
-            yield
+        yield
     except Untraceable:  # a verdict, which may be no error
         raise
     except Exception as error:
         with contextlib.suppress(Exception):  # the class may refuse notes
-            where = ": ".join(filter(None, (target.what, target.arguments)))
+            where = ": ".join(filter(None, (what, arguments)))
             error.add_note(f"while tracing {where}")
             if type(error).__name__ == "UncapturedHigherOrderOpError":  # torch.cond and relatives
                 error.add_note(

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from torchpmap._base.boundary import boundary
 from torchpmap._base.context import assigned
 from torchpmap._base.errors import TensorEscaped, kind_of
 from torchpmap._base.pytree import tree_leaves
@@ -60,6 +61,7 @@ class Escaped(torch.Tensor):
         return repr(self)
 
     @classmethod
+    @boundary
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) in _DESCRIBING:
             with torch_function_off():
@@ -67,6 +69,7 @@ class Escaped(torch.Tensor):
         return cls._refuse_all((args, kwargs), func)
 
     @classmethod
+    @boundary
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -30,6 +30,9 @@ from torchpmap._trace.program import Block, Constant
 
 _T = TypeVar("_T")
 
+_MAX_LISTED = 8
+"""How many arguments a note or a log names."""
+
 
 @dataclass(frozen=True)
 class CallOptions:
@@ -326,3 +329,12 @@ def name_of(fun: Any) -> str:
     if isinstance(fun, functools.partial):
         return name_of(fun.func)
     return getattr(fun, "__name__", type(fun).__name__)
+
+
+def listed(paths: Sequence[str], kinds: Iterable[str]) -> str:
+    """The first arguments of a call, as notes name them: "arguments x float32[3], n = 2"."""
+    found = [f"{path} {kind}" for path, kind in zip(paths[:_MAX_LISTED], kinds, strict=False)]
+    if not found:
+        return ""
+    more = f" and {len(paths) - len(found)} more" if len(paths) > len(found) else ""
+    return f"argument{'s' * (len(paths) > 1)} {', '.join(found)}{more}"

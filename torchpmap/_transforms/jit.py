@@ -7,6 +7,7 @@ __call__ --key--> Program --run--> one plan, whose results go to the caller's te
 from __future__ import annotations
 
 import functools
+import operator
 import reprlib
 import threading
 import types
@@ -27,6 +28,7 @@ from torchpmap._base.config import config
 from torchpmap._base.errors import TraceError, kind_of
 from torchpmap._base.sources import defined_at
 from torchpmap._base.torch_internals import break_graph, is_transformed
+from torchpmap._plan.lower import tracing_of
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import with_sharding_constraint
@@ -38,6 +40,7 @@ from torchpmap._trace.pickling import Made
 from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
+from torchpmap._transforms.call import listed
 from torchpmap._transforms.jit_containers import Changes, NotingChanges, are_given_twice
 from torchpmap._transforms.jit_program import (
     SHARED,
@@ -78,6 +81,7 @@ class Jitted(Made, Generic[_P, _R]):
     """A function that ``jit`` has made, called like the function."""
 
     __wrapped__: Callable[_P, _R]
+    _what = "`{}`"
 
     def __init__(self, fun: Callable[_P, _R], options: Options) -> None:
         functools.update_wrapper(self, fun, updated=())
@@ -240,13 +244,14 @@ class Jitted(Made, Generic[_P, _R]):
                 stores = [x for x, _ in mine if isinstance(x, Storing)]
                 is_full = len(stores) >= _MAX_CONSTANTS
                 look = functools.partial(snapshot.stored, where=where, constants=not is_full)
-                if make is self._make:
-                    others = [x for kept in self._programs.values() for x, _ in kept]
-                    same = stores if is_full else ()
-                    program, taken = storing(complete, call, snapshot, others, same, look, where)
-                else:
-                    outlined = functools.partial(_outlined, complete, call, look, where)
-                    program, taken = copy_context().run(outlined), call.tensors
+                with tracing_of(self._what.format(self._options.name), _listed(call)):
+                    if make is self._make:
+                        others = [x for kept in self._programs.values() for x, _ in kept]
+                        given = others, stores if is_full else (), look, where
+                        program, taken = storing(complete, call, snapshot, *given)
+                    else:
+                        outlined = functools.partial(_outlined, complete, call, look, where)
+                        program, taken = copy_context().run(outlined), call.tensors
             except BaseException as error:
                 snapshot.restore()
                 if not isinstance(error, Untraceable):
@@ -294,6 +299,8 @@ class Jitted(Made, Generic[_P, _R]):
 class _Derived(Jitted[..., Any]):
     """A derivative or a batched form of a jitted function, on tensors that no transform follows."""
 
+    _what = "a derivative of `{}`"
+
     def __init__(self, of: Jitted[..., Any], body: Body, alike: Sequence[int]) -> None:
         # what ``Outline`` watches is read by the function that is derived
         super().__init__(cast(Any, lambda: None), replace(of._options, out_shardings=None))
@@ -321,6 +328,12 @@ def _described(leaf: Any) -> str:
     """What a trace depends on, as warnings say it."""
     is_tensor = isinstance(leaf, torch.Tensor)
     return kind_of(leaf.shape, leaf.dtype) if is_tensor else reprlib.repr(leaf)
+
+
+def _listed(call: JitCall) -> str:
+    """The arguments of a call, as a note names them."""
+    told = ("" if isinstance(x, torch.Tensor) else "= " for x in call.leaves)
+    return listed(call.paths, map(operator.add, told, map(_described, call.leaves)))
 
 
 @overload

@@ -155,8 +155,8 @@ class Program:
         Once for each kind of call, as it waits for all of them.
         """
         pairs = zip(call.names, call.leaves, strict=True)
-        paths = [path for path, leaf in pairs if isinstance(leaf, torch.Tensor)]
-        given = [each.given(call.tensors, paths) for each in self._inputs]
+        names = [name for name, leaf in pairs if isinstance(leaf, torch.Tensor)]
+        given = [each.given(call.tensors, names) for each in self._inputs]
         named = {f"{prefix}: {name} (input {k})": x for k, (name, x) in enumerate(given)}
         check_host_values(named, devices, _EQUAL)
 

@@ -181,7 +181,9 @@ def _with_state(
 
     if slots:
         args, kwargs = call.structure.unflatten(call.leaves)
-        return JitCall(run, (state.tensors, args, kwargs), {}, where)
+        given = JitCall(run, (state.tensors, args, kwargs), {}, where)
+        given.names = [*["a tensor that it stores"] * len(state.tensors), *call.names]
+        return given
     other = copy.copy(call)
     other.fun = lambda *args, **kwargs: run((), args, kwargs)
     return other

@@ -7,6 +7,7 @@ holds on the devices), ``Kept`` (a tensor of this process), or ``StepNumbers``.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchpmap._base.axis_spec import argument_names
 from torchpmap._base.exact import exact
 from torchpmap._base.pytree import flatten, flatten_call
 from torchpmap._base.sources import users_line
@@ -122,17 +124,22 @@ class JitCall:
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, prefix: str) -> None:
         """``prefix``: the function, as messages name it."""
-        self.fun, self._prefix = fun, prefix
+        self.fun, self._own, self._prefix = fun, fun, prefix
         self.leaves, self.structure = flatten_call(args, kwargs)
         for k, x in enumerate(self.leaves):
             if isinstance(x, np.ndarray):
                 self.leaves[k] = self._of_array(x, k)
         self.tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
 
-    @property
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        args, _ = self.structure.unflatten(self.leaves)
+        return self.structure.call_paths(argument_names(self._own, len(args)))
+
+    @functools.cached_property
     def names(self) -> list[str]:
         """The leaves, as messages name them."""
-        return self.structure.paths("argument")
+        return [f"argument {path}" for path in self.paths]
 
     def _of_array(self, x: np.ndarray[Any, Any], k: int) -> torch.Tensor:
         check_dtype(x, f"{self._prefix}: {self.names[k]}")

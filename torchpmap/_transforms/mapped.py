@@ -29,7 +29,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from torchpmap._base.ambient import keyed
-from torchpmap._base.boundary import boundary, fold
+from torchpmap._base.boundary import boundary, fold, outside_graphs
 from torchpmap._base.busy import waiting
 from torchpmap._base.config import config
 from torchpmap._base.errors import POOL_CLOSED, RuntimeClosed, TraceError
@@ -37,7 +37,6 @@ from torchpmap._base.pytree import flatten_call
 from torchpmap._base.torch_internals import (
     any_requires_grad,
     break_graph,
-    disable_dynamo,
     is_traced,
     is_transformed,
     num_modes,
@@ -101,7 +100,7 @@ def is_part() -> bool:
     return bool(axis_stack.bound() or (num_modes() and is_traced()))
 
 
-@disable_dynamo
+@outside_graphs
 def outside_dynamo(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """A call in a function that ``torch.compile`` compiles: between its graphs, untouched."""
     return call(*args, **kwargs)

@@ -30,12 +30,9 @@ from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Program
 from torchpmap._trace.repetition import unrolled
 from torchpmap._trace.untraceable import Untraceable
-from torchpmap._transforms.call import CallArguments, MapOptions, Static, told
+from torchpmap._transforms.call import CallArguments, MapOptions, Static, listed, told
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import new_seed
-
-_MAX_DESCRIBED = 8
-"""How many arguments a note or a log names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,16 +236,13 @@ def refuse_aliased_donation(
 
 
 def _described(call: CallArguments) -> str:
-    """The first arguments of a call, as the function sees them: "arguments x float32[3], n = 2"."""
-    found = []
-    leaves = list(zip(call.paths, call.of_kinds().leaves, strict=True))
-    for position, (path, kind) in enumerate(leaves[:_MAX_DESCRIBED]):
+    """The arguments of a call, as the function sees them."""
+
+    def seen(each: tuple[int, Any]) -> str:
+        position, kind = each
         if kind is None or isinstance(kind, Static):
-            found.append(f"{path} = {reprlib.repr(kind and kind.value)}")
-        else:
-            shape, dtype = kind
-            found.append(f"{path} {kind_of(call.seen_shape(position, shape), dtype)}")
-    if not found:
-        return ""
-    more = f" and {len(leaves) - len(found)} more" if len(leaves) > len(found) else ""
-    return f"argument{'s' * (len(leaves) > 1)} {', '.join(found)}{more}"
+            return f"= {reprlib.repr(kind and kind.value)}"
+        shape, dtype = kind
+        return kind_of(call.seen_shape(position, shape), dtype)
+
+    return listed(call.paths, map(seen, enumerate(call.of_kinds().leaves)))

@@ -98,12 +98,16 @@ class ShardMapped(Mapped[_P, _R]):
         mesh = self._options.mesh
         return f"<shard_map of {self._options.name} over {mesh or 'the mesh of set_mesh'}>"
 
+    @boundary
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         mine = self._options.mesh
         if mine is None:
             return self._on_current_mesh()(*args, **kwargs)
         if current_mesh() not in (None, mine):
-            _refuse_other_mesh(self._options)
+            raise ValueError(
+                f"{self._options.prefix}: its mesh is {mine}, but set_mesh has chosen "
+                f"{current_mesh()} around the call. Leave out one of the two, or make them equal."
+            )
         return super().__call__(*args, **kwargs)
 
     @boundary
@@ -112,7 +116,6 @@ class ShardMapped(Mapped[_P, _R]):
             return self._on_current_mesh().lower(*args, **kwargs)
         return super().lower(*args, **kwargs)
 
-    @boundary
     def _on_current_mesh(self) -> ShardMapped[_P, _R]:
         around = surrounding()
         mesh = current_mesh() if around is None else around.mesh
@@ -147,14 +150,6 @@ class ShardMapped(Mapped[_P, _R]):
                     "shard_map, without those of this one."
                 )
         return (run_here if inside else run_inline)(self._preparation, call)
-
-
-@boundary
-def _refuse_other_mesh(options: BlockOptions) -> None:
-    raise ValueError(
-        f"{options.prefix}: its mesh is {options.mesh}, but set_mesh has chosen {current_mesh()} "
-        "around the call. Leave out one of the two, or make them equal."
-    )
 
 
 @overload

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpmap._base.boundary import boundary
+from torchpmap._base.boundary import boundary, outside_graphs
 from torchpmap._base.pytree import flatten
-from torchpmap._base.torch_internals import disable_dynamo
 from torchpmap.optim import _checks as checks
 from torchpmap.optim._functional import FunctionalOptimizer
 
@@ -77,7 +76,7 @@ class AccumulatingOptimizer:
     def __repr__(self) -> str:
         return f"optim.accumulate({self._optimizer!r}, every={self._every})"
 
-    @disable_dynamo
+    @outside_graphs
     def init(self, params: Any) -> Any:
         """Return the state before the first call: that of the optimizer, and in the dict of every
         parameter the number of gradients since its last step, and their sum so far.
@@ -93,7 +92,7 @@ class AccumulatingOptimizer:
             ]
         )
 
-    @disable_dynamo
+    @outside_graphs
     def update(
         self, grads: Any, state: Any, params: Any, **hyperparameters: Any
     ) -> tuple[Any, Any]:
@@ -120,7 +119,7 @@ class AccumulatingOptimizer:
 
         return self._step(grads, state, params, with_one_more, hyperparameters)
 
-    @disable_dynamo
+    @outside_graphs
     def flush(self, state: Any, params: Any, **hyperparameters: Any) -> tuple[Any, Any]:
         """Return the parameters and the state after a step with the mean of the gradients since the
         last step, fewer than ``every``: the rest of an epoch. Without any, nothing changes.

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchpmap._base.boundary import boundary
+from torchpmap._base.boundary import boundary, outside_graphs
 from torchpmap._base.optimizers import TensorNumbers, state_maker
 from torchpmap._base.pytree import Structure, flatten, tree_leaves, tree_map_only
 from torchpmap._base.torch_internals import (
     as_if_compiling,
-    disable_dynamo,
     has_transforms,
     is_transformed,
     num_modes,
@@ -92,7 +91,7 @@ class FunctionalOptimizer:
         given += [f"{name}={value!r}" for name, value in self._hyperparameters.items()]
         return f"optim.functional({', '.join(given)})"
 
-    @disable_dynamo
+    @outside_graphs
     def init(self, params: Any) -> Any:
         """Return the state before the first step.
 
@@ -118,7 +117,7 @@ class FunctionalOptimizer:
         _fill_state(optimizer)
         return structure.unflatten([None if p is None else _state_of(optimizer, p) for p in copies])
 
-    @disable_dynamo
+    @outside_graphs
     def update(
         self, grads: Any, state: Any, params: Any, **hyperparameters: Any
     ) -> tuple[Any, Any]:

@@ -107,9 +107,11 @@ class SharedMemoryGroup(ProcessGroup):  # type: ignore[misc]
         for place in (self._rank, odd):
             number, occasion, _ = self.meeting.purpose_of(place)
             call = self._calls.get(occasion)
-            doing = described(number)
-            # a number below 0 is of a comparison, which is all that some calls are
-            what.append(doing if call is None else call if number < 0 else f"{doing} in {call}")
+            if number < 0:  # of a comparison, which is all that some calls are
+                what.append(call or "a comparison in a call that this process has not made")
+            else:
+                doing = described(number)
+                what.append(doing if call is None else f"{doing} in {call}")
         ranks = self.meeting.ranks
         if what[0] == what[1]:
             if self._is_same_call(odd):
