@@ -26,6 +26,14 @@ def storage_number(value: torch.Tensor) -> int | None:
     return None if storage is None else int(storage._cdata)
 
 
+def own_strides(x: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor that is not contiguous; None of others, and of sparse ones."""
+    try:
+        return None if x.is_contiguous() else x.stride()
+    except RuntimeError:
+        return None
+
+
 def memory_order(x: torch.Tensor) -> list[int]:
     """The dims as they lie in memory, the slowest first; those of one element, or that are
     expanded, stay where they are.

@@ -315,11 +315,20 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 
 
 def new_fake(
-    mode: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    mode: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """A ``FakeTensor`` of a mode; no other mode sees how it is made."""
+    """A ``FakeTensor`` of a mode; no other mode sees how it is made.  ``strides``: None if it is
+    contiguous.
+    """
     with outside_modes(), torch_function_off():
-        return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+        inner = torch.empty(shape, dtype=dtype, device="meta")
+        if strides is not None:
+            inner = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return FakeTensor(mode, inner, device)
 
 
 new_wrapper = torch.Tensor._make_wrapper_subclass

@@ -17,6 +17,7 @@ from torchpmap._base.ambient import ambient, for_graph
 from torchpmap._base.devices import Device
 from torchpmap._base.pytree import flatten, flatten_call
 from torchpmap._base.sources import users_line
+from torchpmap._base.storages import own_strides
 from torchpmap._base.torch_internals import hooks_of, innermost
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.plan import Captured, Drawn, Plan
@@ -442,7 +443,7 @@ def _hooks(leaf: torch.Tensor) -> tuple[int, ...]:
 def kinds_of(tensors: Sequence[Any]) -> Any:
     """What must not change of tensors that a function closes over."""
     where = [x._layout if type(x) is ShardedTensor else (x.shape, x.dtype) for x in tensors]
-    return where, [x.requires_grad for x in tensors]
+    return where, list(map(own_strides, tensors)), [x.requires_grad for x in tensors]
 
 
 def _write_all(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpmap._base.exact import exact
+from torchpmap._base.storages import own_strides
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.plan import Captured, Drawn
 from torchpmap._runtime.base import Handle
@@ -31,8 +32,8 @@ def leaf_key(leaf: Any) -> Hashable:
         return exact(leaf)
     grad = leaf.requires_grad and (leaf.is_leaf or "computed")
     if type(leaf) is ShardedTensor:
-        return leaf._alive()[0], grad
-    return tuple(leaf.shape), leaf.dtype, grad
+        return leaf._alive()[0], own_strides(leaf), grad
+    return tuple(leaf.shape), leaf.dtype, own_strides(leaf), grad
 
 
 class Argument(NamedTuple):
