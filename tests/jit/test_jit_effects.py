@@ -440,4 +440,14 @@ def mapped_functions_inside(on):
     return [on.jit(lambda x: f(x))(on.put(data()))]
 
 
+@CASES.add(1)
+def mapped_functions_inside_that_first_meet_a_tensor(on):
+    weight, f = data(1, 1, 8), lambda x: x * weight
+    if type(on) is not Plain:
+        mesh = tp.make_mesh(*LINE)
+        f = tp.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    result = torch.func.jvp(on.jit(lambda x: f(x)), *[(on.put(data(k)),) for k in range(2)])
+    return [*result, torch.tensor(weight._version)]
+
+
 test_as_in_plain_torch = CASES.tests()

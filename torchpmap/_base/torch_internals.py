@@ -65,9 +65,8 @@ is_vmap_wrapper = _functorch.is_batchedtensor
 
 
 def with_memory(func: Any) -> Any:
-    """The operation itself, or what makes zeros instead of torch's short form of zeros: in a
-    dispatch mode torch (2.13) reads the memory that these lack (``sub_`` with ``alpha``), and
-    crashes.
+    """The operation itself, or what makes zeros instead of torch's short form of zeros: torch (2.13)
+    reads the memory that these lack in a dispatch mode (``sub_`` with ``alpha``), and crashes.
     """
     is_short = func is torch.ops.aten._efficientzerotensor.default
     return torch.ops.aten.zeros.default if is_short else func
@@ -106,6 +105,11 @@ def is_vmap(transform: Any) -> bool:
 
 def is_grad(transform: Any) -> bool:
     return bool(transform.key() == _functorch.TransformType.Grad)
+
+
+def was_recording(transform: Any) -> bool:
+    """Whether gradients are recorded around a grad."""
+    return bool(_functorch.CGradInterpreterPtr(transform).prevGradMode())
 
 
 def size_and_randomness(transform: Any) -> tuple[int, str]:
@@ -172,9 +176,7 @@ forward_state = vars(forward_ad)
 """``forward_state[LEVEL]`` is ``forward_level()``, but 20 ns quicker: for what runs often."""
 
 set_forward_grad = forward_ad._set_fwd_grad_enabled
-"""``with set_forward_grad(True)``: forward mode goes on inside ``jvp`` of an ``autograd.Function``,
-where torch turns it off.
-"""
+"""``with set_forward_grad(True)``: for ``jvp`` of an ``autograd.Function``: torch turns it off."""
 
 jvp_level = eager_transforms.jvp_increment_nesting
 """A block in which ``torch.func.jvp`` counts as nested in another, and opens no level itself."""
@@ -321,9 +323,7 @@ def new_fake(
     device: torch.device,
     strides: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """A ``FakeTensor`` of a mode; no other mode sees how it is made.  ``strides``: None if it is
-    contiguous.
-    """
+    """A ``FakeTensor`` of a mode, contiguous if no strides are given, which no other mode sees."""
     with outside_modes(), torch_function_off():
         inner = torch.empty(shape, dtype=dtype, device="meta")
         if strides is not None:

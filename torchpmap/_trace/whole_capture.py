@@ -107,7 +107,9 @@ class WholeCapture(Capture):
         """What shares its value with something captured; kept, so that no other gets its id."""
 
     def _add(self, real: torch.Tensor) -> torch.Tensor:
-        with outside_transforms():  # one inside the function may be the first to meet it
+        # a transform inside the function may be the first to meet it; a question for its shape
+        # would make another stand-in
+        with outside_transforms(), torch_function_off():
             return self._added(real)
 
     def _added(self, real: torch.Tensor) -> torch.Tensor:
@@ -175,7 +177,7 @@ class WholeCapture(Capture):
         return {id(self.stand_ins[id(x)]): x for x in self.tensors}
 
     def _strides(self, real: torch.Tensor) -> Sequence[int] | None:
-        with torch_function_off(), outside_modes():
+        with outside_modes():
             return own_strides(real)
 
     def _inside(self, hook: Callable[[torch.Tensor], Any], grad: torch.Tensor) -> Any:
