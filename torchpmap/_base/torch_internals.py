@@ -65,8 +65,8 @@ is_vmap_wrapper = _functorch.is_batchedtensor
 
 
 def with_memory(func: Any) -> Any:
-    """The operation itself, or what makes zeros instead of torch's short form of zeros: torch (2.13)
-    reads the memory that these lack in a dispatch mode (``sub_`` with ``alpha``), and crashes.
+    """The operation itself, or what makes zeros, not torch's short form of zeros, which have no
+    memory: in a dispatch mode torch (2.13) reads it (``sub_`` with ``alpha``), and crashes.
     """
     is_short = func is torch.ops.aten._efficientzerotensor.default
     return torch.ops.aten.zeros.default if is_short else func
