@@ -430,6 +430,18 @@ def loops(on):
 
 
 @CASES.add(1)
+def loops_that_end_by_a_value(on):
+    def doubled(x):
+        if type(on) is Plain:
+            while x.square().sum() < 1000:
+                x = x * 2
+            return x
+        return tp.while_loop(lambda x: x.square().sum() < 1000, lambda x: x * 2, x)
+
+    return [on.jit(lambda x: doubled(x))(on.put(data()))]
+
+
+@CASES.add(1)
 def mapped_functions_inside(on):
     if type(on) is Plain:
         return [data() * 2 + data().sum()]
