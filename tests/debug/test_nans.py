@@ -124,6 +124,13 @@ def test_gradients_from_outside():
     assert "SqrtBackward0" in finding(outside, torch.ones(2, 1))[1]
 
 
+def test_compiled_calls_are_looked_at():
+    compiled = tp.pmap(lambda x: x / x, compile={"backend": "eager"}).lower(torch.ones(2)).compile()
+    assert compiled(torch.zeros(2)).isnan().all()
+    tp.config.debug_nans = True
+    assert "aten.div.Tensor gave NaN in 1 of 1 numbers" in found(compiled, torch.zeros(2))[0]
+
+
 @pytest.mark.parametrize("mapping", [tp.pmap, tp.jit])
 @pytest.mark.parametrize("compile", [True, False])
 def test_the_setting_in_a_backward_pass_outside(mapping, compile):

@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from _models import LINE, SQUARE, cut, made, placed
@@ -47,6 +48,53 @@ def test_what_is_traced_again():
         assert torch.equal(f(x, factor).cpu(), torch.as_tensor(x).cpu() * factor)
         counts.append(f.num_traces)
     assert counts == [1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9]
+
+
+ARRAYS = {
+    "read-only": np.broadcast_to(np.float32(3), (8, 4)),
+    "backwards": X.numpy()[::-1],
+    "other bytes": X.numpy().astype(">f4"),
+    "transposed": X.numpy().T,
+}
+
+
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
+def test_arrays_that_torch_does_not_take(array):
+    f = jit(lambda x: x * 2)
+    for _ in range(2):
+        assert f(array).tolist() == (array * 2).tolist()
+
+
+def test_writes_to_arrays_reach_those_of_the_caller():
+    def step(x):
+        x += 1
+        return x * 2
+
+    f, plain, backwards = jit(step), np.zeros(3), np.zeros(3)
+    assert f(plain).tolist() == [2.0] * 3
+    with pytest.warns(match="writes to a NumPy array with which no tensor can share memory"):
+        assert f(backwards[::-1]).tolist() == [2.0] * 3
+    assert plain.tolist() == backwards.tolist() == [1.0] * 3
+
+
+ODD = {
+    "masked": (np.ma.masked_array([1.0], [True]), "is a numpy masked array"),
+    "objects": (np.array([object()]), "is a numpy array of dtype object"),
+    "sparse": (X.to_sparse(), r"has the layout torch\.sparse_coo"),
+    "nested": (
+        torch.nested.nested_tensor([X[0], X[1, :2]], layout=torch.jagged),
+        "is a nested tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize(("value", "text"), ODD.values(), ids=ODD)
+def test_arguments_that_cannot_be_on_devices(value, text):
+    f = jit(lambda x, n: x * n)
+    f(X, 2)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=rf"jit\(<lambda>\): argument\[0\]\[0\] {text}"):
+            f(value, 2)
 
 
 def test_settings_of_torch_are_part_of_the_key():

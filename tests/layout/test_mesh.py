@@ -8,9 +8,11 @@ from collections import OrderedDict
 import cloudpickle
 import numpy as np
 import pytest
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchpmap._base.devices import Device
 from torchpmap._layout.mesh import (
@@ -172,6 +174,23 @@ def test_device_mesh_of_worker_processes():  # with ranks: tests/sharded/test_to
     )
     launched = Mesh([Device(rank, "cpu", rank) for rank in range(2)], "x")
     assert "call torchpmap.init() (or" in message(launched.to_device_mesh, RuntimeError)
+
+
+def test_a_device_mesh_has_groups_that_exist():
+    mesh = Mesh(
+        [[Device(2 * i + j, "cpu", 2 * i + j) for j in range(2)] for i in range(2)], ("x", "y")
+    )
+    for _ in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+        try:
+            found = mesh.to_device_mesh()
+            assert mesh.to_device_mesh() is found
+            assert [dist.get_process_group_ranks(found.get_group(name)) for name in "xy"] == [
+                [1, 3],
+                [2, 3],
+            ]
+        finally:
+            dist.destroy_process_group()
 
 
 def test_named_sharding_is_a_value():

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 
 import torchpmap as tp
 from torchpmap._trace.compile import compile_definition
+from torchpmap._trace.graphs import SCAN, kind_of_node
 
 pytestmark = [
     pytest.mark.usefixtures("pool"),
@@ -240,6 +241,23 @@ def test_errors_inside_are_the_functions_own_and_torch_is_itself_outside():
         checkpoint(f, x, use_reentrant=use_reentrant).sum().backward()
         torch.testing.assert_close(x.grad, x.cos().detach() * x.sin().exp().detach())
     assert len(runs) == 4
+
+
+def test_a_loop_that_prints_is_not_run_again():
+    def layer(w, x):
+        def body(carry, _):
+            tp.debug.print("{}", carry)
+            return torch.sin(carry * w), None
+
+        return tp.scan(body, x, length=3)[0]
+
+    def loops(wrap):
+        gradient = tp.grad(lambda w, x: wrap(layer, w, x).sum())
+        mapped = tp.pmap(gradient, in_axes=(None, 0), compile=EAGER)
+        graph = mapped.lower(torch.tensor(2.0), torch.ones(1, 2)).graph.graph
+        return sum(kind_of_node(node) == SCAN for node in graph.nodes)
+
+    assert loops(remat) == loops(plain) == 2  # forward and backward
 
 
 # Less memory -------------------------------------------------------------------------------------

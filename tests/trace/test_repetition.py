@@ -42,6 +42,18 @@ def test_past_200_repetitions_a_warning_points_to_scan():
     f(X.repeat(2))  # is traced anew, and any warning is an error
 
 
+@pytest.mark.parametrize("steps", [150, 201])
+def test_a_line_that_calls_the_same_twice_runs_once_for_both(steps):
+    def two_calls(x):
+        x, index = x.clone(), tp.axis_index("i") * 0
+        for _ in range(steps):
+            x[index] += torch.sin(torch.sin(x[0]))  # reads and writes x[index]
+        return x
+
+    texts = lowered(two_calls, torch.ones(4, 2))
+    assert [f"runs {steps} times" in text for text in texts] == [True] * (steps > 200)
+
+
 def layers(x):
     for weight in torch.eye(3).expand(250, 3, 3):
         x = torch.tanh(x @ weight)

@@ -95,6 +95,8 @@ ERRORS = [
     (lambda: grad(lambda x: x, argnums=2)(1.0),
      r"argnums=2 requires at least 3 positional arguments to be passed by the caller, but got only "
      r"1 positional arguments\."),
+    (lambda: grad(product, argnums=(0, -2))(X, X),
+     r"argnums=\[0, -2\] must name each of 2 arguments once"),
     (lambda: grad(lambda x: x, argnums="x"), "cannot be interpreted as an integer"),
     (lambda: grad(lambda x: x.sum(), has_aux=True)(X),
      "expected function with aux output to return a two-element"),

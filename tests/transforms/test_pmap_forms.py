@@ -2,6 +2,7 @@
 traceable.
 """
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -196,13 +197,39 @@ def test_methods_of_unhashable_instances_are_traced_once():
     assert [traces.get() for _ in range(traces.qsize())] == [2.0, 3.0]
 
 
-def test_methods_do_not_keep_their_instance():
-    model = make_class(EAGER)(2.0)
-    model.mapped(X)
-    there = weakref.ref(model)
-    del model
+def test_methods_keep_a_limited_number_of_instances(monkeypatch):
+    monkeypatch.setattr("torchpmap._transforms.mapped._MAX_INSTANCES", 2)
+    cls, there = make_class(EAGER), []
+    for scale in (1.0, 2.0, 3.0, 4.0):
+        model = cls(scale)
+        assert model.mapped(X).tolist() == [6.0 * scale] * 4
+        there.append(weakref.ref(model))
+        del model
+        gc.collect()
+    assert [model() is None for model in there] == [True, True, False, False]
+    method = there[2]().mapped
+    for scale in (5.0, 6.0):
+        cls(scale).mapped(X)
     gc.collect()
-    assert there() is None
+    assert there[2]() is not None  # the caller has the method
+    assert method(X).tolist() == [18.0] * 4
+
+
+class Scaled:
+    def __init__(self, scale):
+        self.scale = scale
+
+    @tp.pmap(compile=EAGER)
+    def mapped(self, x):
+        return x * self.scale
+
+
+def test_methods_are_pickled_and_copied_with_their_instance():
+    model = Scaled(3.0)
+    again = pickle.loads(pickle.dumps(model.mapped))
+    copied = copy.deepcopy(model.mapped)
+    model.scale = 4.0
+    assert [f(X)[1].item() for f in (again, copied, model.mapped)] == [3.0, 3.0, 4.0]
 
 
 def test_methods_of_temporary_instances(mode):

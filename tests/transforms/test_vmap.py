@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from torchpmap._collectives import all_gather, psum
+from torchpmap._transforms.grad import grad
 from torchpmap._transforms.vmap import vmap
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -36,6 +37,14 @@ def test_axes_are_tree_prefixes():
     assert torch.equal(out["a"], X.T + V[:, None])
     assert out["b"][0].item() == 10.0
     assert torch.equal(out["b"][1], V)
+
+
+@pytest.mark.parametrize("array", [np.arange(3.0)[::-1], np.arange(3, dtype=">f4")])
+def test_arrays_that_torch_does_not_take(array):
+    assert vmap(lambda x: x * 2)(array).tolist() == (array * 2).tolist()
+    assert vmap(lambda _: array)(array).tolist() == [array.tolist()] * 3
+    gradient = grad(lambda x: (x * x).sum())(array)
+    assert gradient.tolist() == (array * 2).tolist()
 
 
 def test_keywords_over_dim_0_numpy_numbers_and_none():

@@ -146,7 +146,7 @@ def test_lower_keeps_a_limited_number_of_plans(monkeypatch):
     f, traces = counted(lambda x, n: x + n, static_broadcasted_argnums=1)
     for n in range(8):
         f.lower(X, n)
-    assert f._preparation.num_plans <= 3
+    assert len(f._preparation.prepared) <= 3
     assert traces.n == 8
 
 
@@ -156,6 +156,58 @@ def test_lowered_for_one_order_of_keys():
     assert compiled({"a": X, "b": -X})[1].tolist() == [1.0, -1.0]
     with pytest.raises(TypeError, match=r"does not match.*'b': \*, 'a': \*"):
         compiled({"b": -X, "a": X})
+
+
+def test_a_compiled_call_takes_arguments_as_the_function_does():
+    """Those by name in any order, and static ones only with the values that it was compiled for."""
+    f = tp.pmap(
+        lambda a, b, n=0, *, none=None: a - b * n,
+        static_broadcasted_argnames="n",
+        compile=EAGER,
+    )
+    compiled = f.lower(b=X, a=X + 1, n=1, none=None).compile()
+    for _ in range(2):
+        assert compiled(none=None, n=1, a=X + 1, b=X).tolist() == [1.0] * 4
+        assert compiled(b=X.numpy(), a=put(X + 1), n=1, none=None).tolist() == [1.0] * 4
+    with pytest.raises(TypeError, match="argument n compiled with the static value 1 and called"):
+        compiled(a=X + 1, b=X, n=2, none=None)
+    with pytest.raises(TypeError, match=r"none compiled with None and called with float32\[4\]"):
+        compiled(a=X + 1, b=X, n=1, none=X)
+    with pytest.raises(TypeError, match=r"argument b compiled with float32\[4\] .* with None"):
+        compiled(a=X + 1, b=None, n=1, none=None)
+    with pytest.raises(TypeError, match=r"argument b has the layout torch\.sparse_coo"):
+        compiled(a=X + 1, b=X.to_sparse(), n=1, none=None)
+
+
+def test_transforms_of_a_compiled_call():
+    weight = torch.tensor(2.0, requires_grad=True)
+    compiled = tp.pmap(lambda x: weight * x**3, compile=EAGER).lower(X).compile()
+    x = X.clone().requires_grad_()
+    compiled(x).sum().backward()
+    assert x.grad.tolist() == (6 * X**2).tolist()
+    assert weight.grad.item() == (X**3).sum().item()
+    grad = torch.func.grad(lambda x: compiled(x).sum())
+    assert grad(X).tolist() == (6 * X**2).tolist()
+    assert torch.func.jvp(compiled, (X,), (X,))[1].tolist() == (6 * X**3).tolist()
+    rows = torch.arange(8.0).view(2, 4)
+    assert torch.func.vmap(compiled)(rows).tolist() == (2 * rows**3).tolist()
+    assert tp.pmap(lambda x: compiled(x * X), compile=EAGER)(X)[1].tolist() == (2 * X**3).tolist()
+
+
+def test_a_compiled_call_notices_what_has_changed():
+    number, read = [2.0], torch.tensor(2.0)
+    for change, fun in (
+        (lambda: number.__setitem__(0, 3.0), lambda x: x * number[0]),
+        (lambda: read.fill_(3.0), lambda x: x * read.item()),
+    ):
+        f = tp.pmap(fun, compile=EAGER)
+        compiled = f.lower(X).compile()
+        assert compiled(X).tolist() == (X * 2).tolist()
+        change()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="has changed since it was lowered"):
+                compiled(X)
+            assert f(X).tolist() == f.lower(X).compile()(X).tolist() == (X * 3).tolist()
 
 
 # Number of traces --------------------------------------------------------------------------------

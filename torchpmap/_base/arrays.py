@@ -12,15 +12,16 @@ import torch
 def for_torch(value: Any) -> Any:
     """An array that ``torch.tensor`` takes, of the same values; anything else as it is.
 
-    torch knows one of numpy's two unsigned types of 64 bits, no scalar of it above 2**63, and
-    no other order of bytes than the machine's.
+    torch knows one of numpy's two unsigned types of 64 bits, no scalar of it above 2**63, no
+    other order of bytes than the machine's, and no negative strides.
     """
     if not isinstance(value, np.ndarray | np.generic):
         return value
     kind = value.dtype.newbyteorder("=")
     if kind.kind in "iu":
         kind = np.dtype(f"{kind.kind}{kind.itemsize}")
-    return np.asarray(value, kind)
+    made = np.asarray(value, kind)
+    return made.copy() if min(made.strides, default=0) < 0 else made
 
 
 class HostArray(np.ndarray[Any, Any]):

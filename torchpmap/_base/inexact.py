@@ -9,6 +9,8 @@ import torch
 
 from torchpmap._base.torch_internals import set_forward_grad
 
+Kind = tuple[Sequence[int], torch.dtype, torch.device]
+
 
 def is_inexact(x: Any) -> bool:
     """Whether the dtype of a tensor or layout is one that can have a derivative."""
@@ -16,9 +18,22 @@ def is_inexact(x: Any) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def kinds_of(tensors: Sequence[torch.Tensor]) -> list[Kind]:
+    return [(x.shape, x.dtype, x.device) for x in tensors]
+
+
+def filled_tangents(
+    tangents: Sequence[torch.Tensor | None], kinds: Sequence[Kind]
+) -> list[torch.Tensor | None]:
+    """Tangents of values of these kinds; zeros for missing ones, or None for a dtype without any.
+
+    torch (2.13) fails if only some of the outputs that can have a tangent have one.
+    """
+    return [_zeros(*k) if x is None else x for x, k in zip(tangents, kinds, strict=True)]
+
+
 def copied_tangents(
-    tangents: Sequence[torch.Tensor | None],
-    kinds: Sequence[tuple[torch.Size, torch.dtype, torch.device]],
+    tangents: Sequence[torch.Tensor | None], kinds: Sequence[Kind]
 ) -> tuple[torch.Tensor | None, ...]:
     """The tangents of copies of values of these kinds, for ``jvp`` of an ``autograd.Function``;
     None where the dtype can have none.
@@ -33,6 +48,6 @@ def copied_tangents(
         )
 
 
-def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     zeros = torch.zeros(shape, dtype=dtype, device=device)
     return zeros if is_inexact(zeros) else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from torchpmap._base.torch_internals import innermost, torch_function_off
@@ -32,6 +34,16 @@ def own_strides(x: torch.Tensor) -> tuple[int, ...] | None:
         return None if x.is_contiguous() else x.stride()
     except RuntimeError:
         return None
+
+
+def apart(tensors: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, or copies, so that they share memory neither with each other nor with others."""
+    used = {x.untyped_storage()._cdata for x in given}
+    found = []
+    for x in tensors:
+        found.append(x.clone() if x.untyped_storage()._cdata in used else x)
+        used.add(found[-1].untyped_storage()._cdata)
+    return found
 
 
 def memory_order(x: torch.Tensor) -> list[int]:

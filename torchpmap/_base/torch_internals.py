@@ -21,9 +21,10 @@ except in these, which were checked with the same versions:
 The test cannot see private attributes of objects.  Besides ``operator._schema``, which many files
 read, these are used elsewhere: attributes of ``CustomOpDef`` (``_trace/custom_ops``,
 ``_trace/transform_rules``), parts of an operator's name (``_trace/pickling``, ``_trace/compile``,
-``_trace/transform_rules``, ``_sharded/rules/table``), ``storage._cdata`` (``_trace/trace``,
-``_trace/buckets``, ``_trace/partition``, ``_transforms/inline``), ``tensor._version``
-(``_base/contents``), ``graph._root`` (``_trace/graphs``, ``_trace/remat``, ``_trace/repetition``),
+``_trace/transform_rules``, ``_sharded/rules/table``), ``storage._cdata`` (``_base/storages``,
+``_base/refuse_writes``, ``_trace/graphs``, ``_trace/passes``, ``_trace/trace``,
+``_transforms/jit_program``), ``tensor._version`` (``_base/contents``), ``graph._root``
+(``_loops/emit``, ``_loops/surroundings``, ``_trace/graphs``, ``_trace/repetition``),
 ``node._sequence_nr()`` (``_trace/remat``), ``_torchdynamo_orig_callable`` (``_trace/pickling``) and
 ``optimizer._init_group`` (``_base/optimizers``).
 """
@@ -325,10 +326,9 @@ def new_fake(
 ) -> torch.Tensor:
     """A ``FakeTensor`` of a mode, contiguous if no strides are given, which no other mode sees."""
     with outside_modes(), torch_function_off():
-        inner = torch.empty(shape, dtype=dtype, device="meta")
-        if strides is not None:
-            inner = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        return FakeTensor(mode, inner, device)
+        lies = {} if strides is None else {"stride": strides}
+        make: Any = torch.empty if strides is None else torch.empty_strided
+        return FakeTensor(mode, make(shape, **lies, dtype=dtype, device="meta"), device)
 
 
 new_wrapper = torch.Tensor._make_wrapper_subclass

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.inexact import filled_tangents, kinds_of
 from torchpmap._base.torch_internals import set_forward_grad
 from torchpmap._collectives import backend as raw
 from torchpmap._collectives.primitives import (
@@ -22,7 +23,6 @@ from torchpmap._collectives.primitives import (
     Tensors,
     along_axis,
     apply,
-    filled_tangents,
     naming,
     note_place,
     noted,
@@ -136,7 +136,7 @@ class _Extreme(torch.autograd.Function):
         count = len(ctx.how.scopes)
         given = tangents[1 + count :]
         xs = ctx.saved_tensors[count : count + len(given)]
-        filled = filled_tangents(given, [(x.shape, x.dtype, x.device) for x in xs])
+        filled = filled_tangents(given, kinds_of(xs))
         # torch 2.13 turns forward mode off here: a jvp around this one would see constants
         with set_forward_grad(True):
             return _Extreme._derivative(ctx, filled, pushed)

@@ -27,6 +27,7 @@ from torchpmap._collectives.primitives import (
     Primitive,
     Scope,
     apply,
+    results_of_groups,
 )
 from torchpmap._collectives.varying import Axes, axes_of, in_order
 from torchpmap._layout.axis_stack import Axis, Partition, joined
@@ -161,14 +162,8 @@ class Scattered:
         replicates: bool,
     ) -> torch.Tensor:
         """What this device gets, from the rows of all."""
-        given = rows.unbind(0)
-        results = [along(torch.stack([given[k] for k in group])) for group in self.partition]
-        if replicates:
-            group_of = {k: g for g, group in enumerate(self.partition) for k in group}
-            return pick(torch.stack(results), entry(self.index, group_of))
-        members = [k for group in self.partition for k in group]
-        place_of = {k: place for place, k in enumerate(members)}
-        return pick(torch.cat(results), entry(self.index, place_of))
+        results, place_of = results_of_groups(along, rows, self.partition, replicates)
+        return pick(results, entry(self.index, place_of))
 
 
 def gathered(axes: Sequence[Along | Scattered], xs: Tensors) -> Tensors:

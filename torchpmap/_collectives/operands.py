@@ -174,7 +174,7 @@ def resolve(
         _check_name(what, name)
     if len(set(names)) < len(names):
         raise ValueError(f"{what}: repeated axis in axis_name={axis_name!r}")
-    dims = [n for n in names if positional and isinstance(n, int) and not isinstance(n, bool)]
+    dims = [name for name in names if positional and is_dim(name)]
     axes = tuple(part for name in names if name not in dims for part in axis_stack.lookup(name))
     if sends:
         axes = joined(axes)
@@ -188,6 +188,11 @@ def resolve(
         return Over(what, axes, (), partition, along, None, how)
     over = Over(what, axes, (), partition, tuple(whole(axis) for axis in axes), None, how)
     return replace(over, along=(), scattered=Scattered(over.along, partition, over.index()))
+
+
+def is_dim(name: Any) -> bool:
+    """Whether it is a dim of the operand, if dims may stand among the names."""
+    return isinstance(name, int) and not isinstance(name, bool)
 
 
 def _check_name(what: str, name: Any) -> None:

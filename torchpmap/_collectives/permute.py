@@ -9,8 +9,8 @@ devices sends one row per device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.pytree import Tree
 from torchpmap._collectives.backend import Pairs
-from torchpmap._collectives.groups import Along, Tensors, entry, gathered, pick, varied, whole
+from torchpmap._collectives.groups import Tensors, entry, gathered, pick, whole
 from torchpmap._collectives.operands import (
     AxisName,
     Over,
@@ -27,7 +27,7 @@ from torchpmap._collectives.operands import (
     permutation,
     resolve,
 )
-from torchpmap._collectives.primitives import Permute, Scope, apply
+from torchpmap._collectives.primitives import Permute
 from torchpmap._layout.axis_stack import Axis, joined
 
 
@@ -69,7 +69,7 @@ def ppermute(x: Tree, axis_name: AxisName, perm: Iterable[tuple[int, int]]) -> T
         return own_values(over, x)
     if len(over.axes) == 1:
         return map_leaves(over, x, lambda xs: over.fold(lambda s: Permute(s, pairs), xs))
-    return map_leaves(over, x, lambda xs: _route(over, pairs).run(xs))
+    return map_leaves(over, x, lambda xs: _route(over, pairs)(xs))
 
 
 @boundary
@@ -105,42 +105,12 @@ def pshuffle(x: Tree, axis_name: AxisName, perm: Sequence[int]) -> Tree:
     return ppermute(x, axis_name, zip(perm, range(len(perm)), strict=True))
 
 
-@dataclass(frozen=True, eq=False)
-class _Shift:
-    """One message: values of devices p for devices p + shift."""
-
-    scope: Scope
-    pairs: Pairs
-    lanes: torch.Tensor
-    """The lanes that this device sends; a device with fewer to send repeats lane 0."""
-
-    def run(self, xs: Tensors) -> Tensors:
-        leaving = [varied(pick(x, self.lanes), self.scope.tracked) for x in xs]
-        return apply(Permute(self.scope, self.pairs), None, leaving)
-
-
-@dataclass(frozen=True, eq=False)
-class _Route:
-    """How values move over several axes: the process axes are devices, the others are their lanes.
+def _route(over: Over, pairs: Pairs) -> Callable[[Tensors], Tensors]:
+    """Moves values over several axes: the process axes are devices, the others are their lanes.
 
     Every lane picks one of its candidates: all lanes of its device, what arrives here with every
     shift, and zeros.
     """
-
-    lanes: tuple[Along, ...]
-    shifts: tuple[_Shift, ...]
-    choice: torch.Tensor
-    """The place of this lane's value among the candidates."""
-
-    def run(self, xs: Tensors) -> Tensors:
-        here = gathered(self.lanes, xs)
-        arrived = [shift.run(here) for shift in self.shifts]
-        nothing = [torch.zeros_like(x[:1]) for x in here]
-        candidates = zip(here, *arrived, nothing, strict=True)
-        return [pick(torch.cat(given), self.choice) for given in candidates]
-
-
-def _route(over: Over, pairs: Pairs) -> _Route:
     sizes = [axis.size for axis in over.axes]
     crossed = [k for k, axis in enumerate(over.axes) if axis.group is not None]
     devices = joined([over.axes[k] for k in crossed])
@@ -148,7 +118,6 @@ def _route(over: Over, pairs: Pairs) -> _Route:
     num_devices = math.prod(sizes[k] for k in crossed)
     grid = np.arange(over.size).reshape(sizes)  # row-major index by [device, lane]
     grid = np.moveaxis(grid, crossed, range(len(crossed))).reshape(num_devices, -1)
-    num_lanes = grid.shape[1]
     place_of = {int(k): place for place, k in np.ndenumerate(grid)}
 
     sent: dict[int, list[list[int]]] = {}  # shift -> per device, the lanes it sends
@@ -163,20 +132,34 @@ def _route(over: Over, pairs: Pairs) -> _Route:
         else:
             got[destination] = 0, lane
 
-    start, shifts = {0: 0}, []
-    end = num_lanes
+    start, end = {0: 0}, grid.shape[1]
     for shift, rows in sent.items():
-        shifts.append(_shift(devices[0], shift, rows))
         start[shift] = end
         end += max(map(len, rows))
     choice = {k: start[got[k][0]] + got[k][1] if k in got else end for k in range(over.size)}
-    lanes = tuple(axis for k, axis in enumerate(over.along) if k not in crossed)
-    return _Route(lanes, tuple(shifts), entry(over.index(), choice))
+    place = entry(over.index(), choice)
+    shifts = [_shift(devices[0], shift, rows) for shift, rows in sent.items()]
+    lanes = [axis for k, axis in enumerate(over.along) if k not in crossed]
+
+    def run(xs: Tensors) -> Tensors:
+        here = gathered(lanes, xs)
+        arrived = [shift(here) for shift in shifts]
+        nothing = [torch.zeros_like(x[:1]) for x in here]
+        candidates = zip(here, *arrived, nothing, strict=True)
+        return [pick(torch.cat(given), place) for given in candidates]
+
+    return run
 
 
-def _shift(devices: Axis, shift: int, leaving: list[list[int]]) -> _Shift:
+def _shift(devices: Axis, shift: int, leaving: list[list[int]]) -> Callable[[Tensors], Tensors]:
+    """Sends one message: of the lanes of devices p, those that are ``leaving``, to devices
+    p + shift.  A device with fewer to send repeats lane 0.
+    """
     count = max(map(len, leaving))
-    padded = [lanes + [0] * (count - len(lanes)) for lanes in leaving]
-    table = torch.tensor(padded, device=devices.index.device)
-    pairs = tuple((k, (k + shift) % devices.size) for k, lanes in enumerate(leaving) if lanes)
-    return _Shift(whole(devices).scope, pairs, pick(table, devices.index))
+    table = torch.tensor(
+        [lanes + [0] * (count - len(lanes)) for lanes in leaving], device=devices.index.device
+    )
+    lanes = pick(table, devices.index)
+    pairs = tuple((k, (k + shift) % devices.size) for k, row in enumerate(leaving) if row)
+    step = whole(devices)
+    return lambda xs: step.run(lambda scope: Permute(scope, pairs), [pick(x, lanes) for x in xs])

@@ -37,6 +37,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchpmap._base.inexact import filled_tangents, kinds_of
 from torchpmap._base.torch_internals import depth
 from torchpmap._collectives import backend as raw
 from torchpmap._collectives.varying import NONE, Axes, axes_of, set_axes
@@ -160,15 +161,10 @@ class Copy(Primitive):
 
 
 @dataclass(frozen=True)
-class Same(Primitive):
+class Same(Copy):
     """[*s] -> [*s], a value of each member that is the same on all, as one that members share."""
 
-    elementwise = True
-    is_sent = False
     replicates = True
-
-    def across(self, xs: Tensors) -> Tensors:
-        return [x.clone() for x in xs]
 
     def along(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[0].clone()
@@ -280,9 +276,6 @@ def apply(primitive: Primitive, index: torch.Tensor | None, xs: Tensors) -> list
     return list(_Linear.apply(primitive, index, *xs)) if xs else []
 
 
-_Kind = tuple[torch.Size, torch.dtype, torch.device]
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(primitive: Primitive, index: torch.Tensor | None, *xs: torch.Tensor) -> Any:
@@ -297,7 +290,7 @@ class _Linear(torch.autograd.Function):
         primitive, index, *xs = inputs
         ctx.primitive = primitive
         note_place(ctx)
-        ctx.kinds = [(x.shape, x.dtype, x.device) for x in xs]
+        ctx.kinds = kinds_of(xs)
         ctx.set_materialize_grads(False)
         save(ctx, index)
 
@@ -344,21 +337,6 @@ def _alone(primitive: Primitive, x: torch.Tensor) -> torch.Tensor:
     """What the only member of a group gets."""
     rows = primitive.along(x.unsqueeze(0))
     return rows if primitive.replicates else rows.squeeze(0)
-
-
-def filled_tangents(
-    given: Sequence[torch.Tensor | None], kinds: Sequence[_Kind]
-) -> list[torch.Tensor | None]:
-    """Fill in zeros for missing tangents, but none for integers and bools.
-
-    torch 2.13 fails internally if only some of the outputs that can have a tangent have one.
-    """
-    return [
-        torch.zeros(shape, dtype=dtype, device=device)
-        if tangent is None and (dtype.is_floating_point or dtype.is_complex)
-        else tangent
-        for tangent, (shape, dtype, device) in zip(given, kinds, strict=True)
-    ]
 
 
 def _apply_present(primitive: Primitive, index: Any, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -433,20 +411,21 @@ def along_axis(
         partition = None
     if partition is None:
         return tuple(along(r) for r in rows), tuple(None if replicates else 0 for _ in rows)
-    results = tuple(_along_groups(along, r, partition, replicates) for r in rows)
-    return results, tuple(0 for _ in rows)
+    stacks = [results_of_groups(along, r, partition, replicates) for r in rows]
+    results = (torch.stack([x[place[k]] for k in range(size)]) for x, place in stacks)
+    return tuple(results), tuple(0 for _ in rows)
 
 
-def _along_groups(
+def results_of_groups(
     along: Callable[[torch.Tensor], torch.Tensor],
     rows: torch.Tensor,
     partition: Partition,
     replicates: bool,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, dict[int, int]]:
+    """Results of all groups, stacked, and for each member the place of its own."""
     given = rows.unbind(0)
-    result: dict[int, torch.Tensor] = {}
-    for members in partition:
-        out = along(torch.stack([given[k] for k in members]))
-        for place, member in enumerate(members):
-            result[member] = out if replicates else out[place]
-    return torch.stack([result[k] for k in range(len(given))])
+    results = [along(torch.stack([given[k] for k in group])) for group in partition]
+    if replicates:
+        return torch.stack(results), {k: g for g, group in enumerate(partition) for k in group}
+    members = (k for group in partition for k in group)
+    return torch.cat(results), {k: place for place, k in enumerate(members)}

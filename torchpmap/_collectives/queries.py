@@ -6,13 +6,12 @@ The reductions ``psum_if_bound`` and relatives leave out the names that are not 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.pytree import Tree
-from torchpmap._collectives.operands import AxisName, IndexGroups, resolve
+from torchpmap._collectives.operands import AxisName, IndexGroups, is_dim, resolve
 from torchpmap._collectives.reduce import pmax, pmean, pmin, psum
 from torchpmap._layout import axis_stack
 
@@ -200,10 +199,6 @@ def _if_bound(
     collective: Callable[..., Tree], x: Tree, axis_name: AxisName, groups: IndexGroups
 ) -> Tree:
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
-    bound = tuple(name for name in names if _is_dim(name) or axis_bound(name))
-    named = [name for name in bound if not _is_dim(name)]
+    bound = tuple(name for name in names if is_dim(name) or axis_bound(name))
+    named = [name for name in bound if not is_dim(name)]
     return collective(x, bound, axis_index_groups=groups if named else None)
-
-
-def _is_dim(name: Any) -> bool:
-    return isinstance(name, int) and not isinstance(name, bool)

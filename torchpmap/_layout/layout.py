@@ -8,8 +8,9 @@ however many leaves there are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -75,16 +76,17 @@ def row_layout(
     axis_name: Hashable,
 ) -> Layout:
     """The rows of ``dim``, in equal blocks, live on the devices in order."""
-    return _intern(
-        tuple(shape), dtype, devices, dim, DEFAULT_AXIS_NAME if axis_name is None else axis_name
-    )
+    name = DEFAULT_AXIS_NAME if axis_name is None else axis_name
+    key = (tuple(shape), dtype, devices, dim, name)
+    return _interned_as(key, lambda: (row_sharding(devices, name, dim), dim))
 
 
 def replicated_layout(
     shape: Sequence[int], dtype: torch.dtype, devices: tuple[Device, ...]
 ) -> Layout:
     """Every device holds the whole value."""
-    return _intern(tuple(shape), dtype, devices, None, None)
+    key = (tuple(shape), dtype, devices)
+    return _interned_as(key, lambda: (replicated(devices), None), is_replicated=True)
 
 
 def spread_layout(shape: Sequence[int], dtype: torch.dtype, devices: tuple[Device, ...]) -> Layout:
@@ -95,19 +97,20 @@ def spread_layout(shape: Sequence[int], dtype: torch.dtype, devices: tuple[Devic
     return replicated_layout(shape, dtype, devices)
 
 
-def _intern(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    devices: tuple[Device, ...],
-    dim: int | None,
-    axis_name: Hashable,
+def _interned_as(
+    key: tuple[Any, ...],
+    make: Callable[[], tuple[NamedSharding, int | None]],
+    *,
+    is_replicated: bool = False,
 ) -> Layout:
-    key = (shape, dtype, devices, dim, axis_name)
+    """``key``: begins with shape, dtype and devices; ``make``: gives the sharding and the dim."""
     layout = _interned.get(key)
     if layout is None:
-        sharding = replicated(devices) if dim is None else row_sharding(devices, axis_name, dim)
+        shape, dtype, devices = key[:3]
+        sharding, dim = make()
         ranks = tuple(device.id for device in devices)
-        layout = _interned[key] = Layout(shape, dtype, sharding, devices, ranks, dim, dim is None)
+        layout = Layout(shape, dtype, sharding, devices, ranks, dim, is_replicated)
+        _interned[key] = layout
     return layout
 
 
@@ -123,13 +126,7 @@ def general_layout(
     if sharding.is_fully_replicated and not stacked:
         return replicated_layout(shape, dtype, devices)
     key = (shape, dtype, devices, sharding)
-    layout = _interned.get(key)
-    if layout is None:
-        ranks = tuple(device.id for device in devices)
-        layout = _interned[key] = Layout(
-            shape, dtype, sharding, devices, ranks, _row_dim(shape, sharding), False
-        )
-    return layout
+    return _interned_as(key, lambda: (sharding, _row_dim(shape, sharding)))
 
 
 def _row_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:

@@ -14,8 +14,8 @@ import enum
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -151,8 +151,8 @@ class Mesh:
         """Return the ``torch.distributed.device_mesh.DeviceMesh`` of the same devices, with the
         axes as its dims; every process of the job must call it.
 
-        The process groups of a DeviceMesh are made once, so equal meshes give the same one.  Names
-        that are no strings become strings.
+        The process groups of a DeviceMesh are made once, so equal meshes give the same one, until
+        torch.distributed is set up anew.  Names that are no strings become strings.
 
         Raises:
             RuntimeError: the devices are worker processes of one controller, which have no ranks in
@@ -165,8 +165,7 @@ class Mesh:
         """
         import torch.distributed as dist
 
-        devices: list[Device] = list(self.devices.flat)
-        if any(device.process_index != device.id for device in devices):
+        if any(device.process_index != device.id for device in self.devices.flat):
             raise RuntimeError(
                 f"{self} has no DeviceMesh: its devices are worker processes of one controller, "
                 "which have no ranks in torch.distributed. A DeviceMesh needs one process per "
@@ -177,7 +176,10 @@ class Mesh:
                 f"{self} has no DeviceMesh yet: there is no process group. Under torchrun, call "
                 "torchpmap.init() (or torch.distributed.init_process_group()) first."
             )
-        return _device_mesh(self)
+        made = _device_meshes.setdefault(dist.group.WORLD, {})
+        if self not in made:
+            made[self] = _device_mesh(self)
+        return made[self]
 
     @property
     def shape(self) -> OrderedDict[Hashable, int]:
@@ -243,7 +245,10 @@ def mesh_of(
     return Mesh(_object_array(devices[:size]).reshape(shape), axis_names, axis_types)
 
 
-@cache
+_device_meshes = WeakKeyDictionary[Any, dict[Mesh, Any]]()
+"""By the process group of all processes: without it, those of a DeviceMesh are gone."""
+
+
 def _device_mesh(mesh: Mesh) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 

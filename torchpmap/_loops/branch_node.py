@@ -125,12 +125,13 @@ def chosen(selector: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Tens
     """
     if selector.dtype == torch.bool:
         yes, no = values
-        return torch.where(_beside(selector, yes), yes, no)
+        return torch.where(beside(selector, yes), yes, no)
     found = values[-1]
     for number in range(len(values) - 2, -1, -1):
-        found = torch.where(_beside(selector <= number, found), values[number], found)
+        found = torch.where(beside(selector <= number, found), values[number], found)
     return found
 
 
-def _beside(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def beside(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The mask, with as many dims as the value."""
     return mask.reshape((*mask.shape, *[1] * (value.dim() - mask.dim())))

@@ -214,6 +214,19 @@ class _Branches:
         returned = self._functions[which](operands)
         return take_apart(returned, f"the output of {self._names[which]}")
 
+    def every(
+        self, around: Surroundings, operands: Sequence[torch.Tensor]
+    ) -> tuple[list[Parts], int]:
+        """What all of them return, and how many random numbers any draws.  All begin with the same
+        numbers: only one of them counts.
+        """
+        found, draws = [], 0
+        for which in range(self.count):
+            with around.restored():
+                found.append(self.parts(which, operands))
+                draws = max(draws, around.draws())
+        return found, draws
+
     def kinds(self, which: int) -> Parts | None:
         """What a branch would return; None if that cannot be found out without running it."""
         found = without_values(lambda: self.parts(which, self.given.tensors))
@@ -274,10 +287,9 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
     levels = batched_levels(selector)
     around = Surroundings()
     operands = branches.given.tensors
-    every = range(branches.count)
     if levels or fake_mode() is not None:  # without values (``without_values``) any may be taken
         with axis_stack.parting(levels, branches.name):
-            found = [_numbered(around, branches, which, operands) for which in every]
+            found, _ = branches.every(around, operands)
         unified = branches.unify(found)
         return branches.build([chosen(selector, leaf) for leaf in zip(*unified, strict=True)])
     which = place_of(innermost(selector).item(), branches.count)
@@ -292,7 +304,7 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
     is_due = not is_repeated() or is_tracked() or any(taken.weak) or around.draws_numbers
     if is_due or any(map(is_vmap, transforms())):
         with around.restored():  # and as many random numbers are drawn as by the others
-            kinds = [taken if k == which else branches.kinds(k) for k in every]
+            kinds = [taken if k == which else branches.kinds(k) for k in range(branches.count)]
         known = [parts for parts in kinds if parts is not None]
         if len(known) < len(kinds):
             results = together(results, given) if is_cast else results
@@ -318,25 +330,12 @@ def _with_rows(result: torch.Tensor, levels: frozenset[int]) -> torch.Tensor:
     return result
 
 
-def _numbered(
-    around: Surroundings, branches: _Branches, which: int, operands: Sequence[torch.Tensor]
-) -> Parts:
-    """All branches begin with the same random numbers: only one of them counts."""
-    with around.restored():
-        return branches.parts(which, operands)
-
-
 def _staged(selector: torch.Tensor, branches: _Branches) -> Tensors:
     around = Surroundings()
     operands = branches.given.tensors
 
     def once(inputs: Tensors) -> tuple[list[Tensors], int]:
-        draws = 0
-        found = []
-        for which in range(branches.count):
-            with around.restored():
-                found.append(branches.parts(which, inputs))
-                draws = max(draws, around.draws())
+        found, draws = branches.every(around, inputs)
         return branches.unify(found), draws
 
     (unified, draws), closures = find_closures(once, operands)

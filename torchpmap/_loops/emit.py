@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import GraphModule, Node
 
+from torchpmap._base.inexact import Kind, kinds_of
 from torchpmap._base.pytree import tree_map
 from torchpmap._base.sources import users_line
-from torchpmap._base.storages import memory_order
+from torchpmap._base.storages import apart, memory_order
 from torchpmap._base.torch_internals import (
     depth,
     fake_mode,
@@ -39,27 +40,25 @@ from torchpmap._layout import axis_stack
 from torchpmap._trace.capture import is_real
 from torchpmap._trace.graphs import (
     GRAPHS,
+    SCAN,
     Closure,
     added,
     current_capture,
     current_closure,
     drop_dead,
+    kind_of_node,
     output_of,
     placeholders,
     results_of,
 )
 from torchpmap._trace.passes import clean, protect_inputs, refuse_lost_writes
 from torchpmap._trace.traced_views import traced_views
+from torchpmap._trace.unread import drop_unused_inputs
 
 _aten = torch.ops.aten
 _cond = torch.ops.higher_order.cond
 T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
-Kind = tuple[Sequence[int], torch.dtype, torch.device]
-
-
-def kinds_of(tensors: Tensors) -> list[Kind]:
-    return [(x.shape, x.dtype, x.device) for x in tensors]
 
 
 def fake(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -129,17 +128,11 @@ def inner(body: Callable[..., Tensors], kinds: Sequence[Kind], axes: Sequence[Ax
         with axis_stack.entering(depth() + 1, None):
             results = [reads.substitute(x) for x in body(*tensors)]
         varying[:] = map(axes_of, results)
-        used = {t.untyped_storage()._cdata for t in (*tensors, *reads.tensors)}
-        fresh = []
-        for x in results:
-            x = _dense(x.detach())
-            # torch lets no result share memory with an input or another result, and (2.13) takes
-            # no branches of which one returns a part of a larger tensor
-            if x.untyped_storage()._cdata in used or x.storage_offset():
-                x = x.clone()
-            used.add(x.untyped_storage()._cdata)
-            fresh.append(x)
-        return tuple(fresh)
+        # torch lets no result share memory with an input or another result, and (2.13) takes no
+        # branches of which one returns a part of a larger tensor
+        dense = (_dense(x.detach()) for x in results)
+        whole = (x.clone() if x.storage_offset() else x for x in dense)
+        return tuple(apart(whole, (*tensors, *reads.tensors)))
 
     examples = [fake(*kind) for kind in kinds]
     for example, along in zip(examples, axes, strict=False):
@@ -186,7 +179,7 @@ def _constants(module: GraphModule, places: Sequence[Node]) -> list[torch.Tensor
     """Make the constants of a body inputs too: compilers keep constants in the outermost graph."""
     found: list[torch.Tensor] = []
     names: dict[str, Node] = {}
-    last = places[-1] if places else None
+    last = places[-1] if places else module.graph._root
     for node in list(module.graph.find_nodes(op="get_attr")):
         value = getattr(module, node.target)
         if not isinstance(value, torch.Tensor):
@@ -194,11 +187,7 @@ def _constants(module: GraphModule, places: Sequence[Node]) -> list[torch.Tensor
         if node.target not in names:
             with torch_function_off():  # it is no closure of a loop around this one
                 fresh = _aten.lift_fresh_copy.default(value)
-            with (
-                module.graph.inserting_after(last)
-                if last is not None
-                else module.graph.inserting_before(next(iter(module.graph.nodes)))
-            ):
+            with module.graph.inserting_after(last):
                 last = module.graph.placeholder(f"constant_{len(found)}")
             last.meta["val"] = fresh
             names[node.target] = last
@@ -222,7 +211,7 @@ def shared(inner: Sequence[Inner], num_own: int = 0) -> list[torch.Tensor]:
     for each, mine in zip(inner, owned, strict=True):
         graph = each.module.graph
         places = placeholders(graph)
-        before = next(node for node in graph.nodes if node not in set(places))
+        before = (places[-1] if places else graph._root).next
         with graph.inserting_before(before):
             for k, (key, (_, value)) in enumerate(reads.items()):
                 node = graph.placeholder(f"operand_{k}")
@@ -234,21 +223,6 @@ def shared(inner: Sequence[Inner], num_own: int = 0) -> list[torch.Tensor]:
         graph.lint()
         each.module.recompile()
     return [x for x, _ in reads.values()]
-
-
-def without_unused(inner: Inner, xs: list[torch.Tensor], start: int) -> list[torch.Tensor]:
-    """Remove the inputs of a graph, from place ``start`` on, that it does not use; returns their
-    ``xs`` without those.  One stays, from which a scan takes its length.
-    """
-    graph = inner.module.graph
-    places = placeholders(graph)[start : start + len(xs)]
-    used = [(node, x) for node, x in zip(places, xs, strict=True) if node.users]
-    used = used or [(places[0], xs[0])]
-    for node in places:
-        if not any(node is other for other, _ in used):
-            graph.erase_node(node)
-    inner.module.recompile()
-    return [x for _, x in used]
 
 
 def with_one_result(inner: Inner) -> Inner:
@@ -282,15 +256,8 @@ def operands(tensors: Tensors, beside: Tensors = ()) -> list[torch.Tensor]:
     each other or with those ``beside`` them, which torch forbids.
     """
     closure = current_closure()
-    used = {x.untyped_storage()._cdata for x in beside}
-    found = []
-    for tensor in tensors:
-        known = _dense((tensor if closure is None else closure.substitute(tensor)).detach())
-        if known.untyped_storage()._cdata in used:
-            known = known.clone()
-        used.add(known.untyped_storage()._cdata)
-        found.append(known)
-    return found
+    known = (x if closure is None else closure.substitute(x) for x in tensors)
+    return apart((_dense(x.detach()) for x in known), beside)
 
 
 def read(reads: Tensors, beside: Tensors = ()) -> list[torch.Tensor]:
@@ -335,8 +302,6 @@ def call(
             tracer.root.register_module(_free_name(tracer.root, f"{target._name}_body{k}"), module)
     proxies = tree_map(tracer.unwrap_proxy, args)
     node = tracer.create_proxy("call_function", target, proxies, {}, name=target._name).node
-    values = tuple(fake(*kind) for kind in results)
-    track(tracer, values, node)
     node.meta |= {  # what later passes ask
         GRAPHS: [each for each in args if isinstance(each, GraphModule)],
         "axes": [
@@ -348,6 +313,10 @@ def call(
         "line": users_line(),
         "called": name,
     }
+    if kind_of_node(node) == SCAN:
+        drop_unused_inputs(node)
+    values = tuple(fake(*kind) for kind in results)
+    track(tracer, values, node)
     for value, along in zip(values, axes, strict=True):
         set_axes(value, along)
     return list(values)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchpmap._base.boundary import outside_graphs
+from torchpmap._base.inexact import kinds_of
 from torchpmap._base.torch_internals import fake_mode, tracing_mode
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import axes_of
@@ -175,14 +176,14 @@ def _length(name: str, rows: Parts, length: int | None) -> int:
         if not x.dim():
             raise ValueError(f"{name}: {path} has no leading dim to scan over; it is a number.")
     sizes = [x.shape[0] for x in rows.tensors]
+    shown = ", ".join(f"{size} ({path})" for size, path in zip(sizes, paths, strict=True))
     if length is not None:
         length = whole_number(name, "length", length)
         if length < 0:
             raise ValueError(f"{name}: length must not be negative, but got {length}.")
         if any(size != length for size in sizes):
             raise ValueError(
-                f"{name} got length={length}, but the leading dims of xs have the sizes "
-                f"{', '.join(f'{s} ({p})' for s, p in zip(sizes, paths, strict=True))}."
+                f"{name} got length={length}, but the leading dims of xs have the sizes {shown}."
             )
         return length
     if not sizes:
@@ -190,10 +191,7 @@ def _length(name: str, rows: Parts, length: int | None) -> int:
             f"{name} got no values to scan over and no length: give xs, or the length."
         )
     if len(set(sizes)) > 1:
-        raise ValueError(
-            f"{name} got values with different leading sizes: "
-            f"{', '.join(f'{s} ({p})' for s, p in zip(sizes, paths, strict=True))}."
-        )
+        raise ValueError(f"{name} got values with different leading sizes: {shown}.")
     return sizes[0]
 
 
@@ -294,7 +292,7 @@ def _no_rows(
         _, ys = body(carry, row)
         return Parts(body.carry, ys, ())
 
-    kinds = [(y.shape, y.dtype, y.device) for y in infer_kinds(step, around).tensors]
+    kinds = kinds_of(infer_kinds(step, around).tensors)
     around.advance(0)
     return [torch.zeros(0, *shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
 

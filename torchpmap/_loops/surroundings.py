@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
+from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 from torchpmap._base.ambient import ambient, applied
@@ -156,7 +157,8 @@ class _Found(Substitute):
         mode = tracing_mode()
         assert mode is not None
         self._tracer = mode.tracer
-        self._before = set(mode.tracer.graph.nodes)
+        self._last: Node = mode.tracer.graph._root.prev
+        """Of those made before."""
         self._wrapped: dict[int, torch.Tensor] = {}
 
     def note(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -179,7 +181,7 @@ class _Found(Substitute):
             return not value.is_meta  # torch makes fakes of these; the user's are refused later
         node = node_of(self._tracer, value)
         # what the graph reads from outside becomes a new placeholder
-        if node is not None and node.op != "placeholder" and node not in self._before:
+        if node is not None and node.op != "placeholder" and self._last < node:
             return False
         # no transform traces the rest: it is a constant of the loop (``_loops/emit``)
         return is_wrapped(tensor) or tensor.requires_grad or forward_level() >= 0

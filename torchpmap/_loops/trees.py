@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -169,23 +169,16 @@ def with_weak_carry(init: Parts, step: Callable[[Sequence[Any]], Parts]) -> Tens
             if after.tree == init.tree:
                 pairs = zip(after.tensors, after.weak, tensors, strict=True)
                 like = [x if weak else y for y, weak, x in pairs]  # numbers say nothing
-                tensors = cast_weak(Parts(init.tree, tensors, init.weak), like)
+                tensors = cast_weak(init, like)
     while True:
-        again = promote_weak_carry(Parts(init.tree, tensors, init.weak), step(tensors))
-        if again is None:
+        after = step(tensors)
+        if after.tree != init.tree:
             return tensors
-        tensors = again
+        found = cast_weak(replace(init, tensors=tensors), after.tensors)
+        if same_kinds(found, tensors):
+            return tensors
+        tensors = found
 
 
 _NO_NUMBER = (TypeError, AttributeError, ArithmeticError, ValueError)
 """What a body raises that needs a tensor."""
-
-
-def promote_weak_carry(start: Parts, first: Parts) -> Tensors | None:
-    """A first carry whose Python numbers have the dtypes that come out of the first step; None if
-    they have them already.
-    """
-    if start.tree != first.tree or not any(start.weak):
-        return None
-    found = cast_weak(start, first.tensors)
-    return None if same_kinds(found, start.tensors) else found

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torchpmap._base.boundary import outside_graphs
-from torchpmap._base.inexact import copied_tangents
+from torchpmap._base.inexact import copied_tangents, kinds_of
 from torchpmap._base.torch_internals import batched_levels, fake_mode, innermost
 from torchpmap._collectives.groups import varied
 from torchpmap._collectives.varying import Axes, axes_of
@@ -213,13 +213,9 @@ class _Loop:
 def _run(name: str, test: Callable[..., Any], body: Callable[..., Any], init: Any) -> Any:
     given = take_apart(init, "carry")
     loop = _Loop(name, test, body, given.tree)
-    found = _staged(loop, given) if is_staged() else _in_python(loop, given)
-    return given.tree.build(found)
-
-
-def _in_python(loop: _Loop, init: Parts) -> Tensors:
     with contextlib.ExitStack() as parts:
-        return _steps(loop, init, parts)
+        found = _staged(loop, given) if is_staged() else _steps(loop, given, parts)
+    return given.tree.build(found)
 
 
 def _steps(loop: _Loop, init: Parts, parts: contextlib.ExitStack) -> Tensors:
@@ -270,7 +266,7 @@ class _NoReverse(Transformable):
         raise ValueError(no_reverse(self.name))
 
     def jvp(self, tensors: Any, tangents: Any) -> Any:
-        return copied_tangents(tangents, [(x.shape, x.dtype, x.device) for x in tensors])
+        return copied_tangents(tangents, kinds_of(tensors))
 
     def vmap(self, info: Any, dims: Any, tensors: Any) -> Any:
         return apply(self, tensors), dims
@@ -292,19 +288,19 @@ def _staged(loop: _Loop, init: Parts) -> Tensors:
 
     first, lifted = lifted_carry(init, around, once)
     counts = [torch.zeros((), dtype=torch.int64)] if around.draws() else []  # of the steps
-    start, skipped = len(lifted.constants), len(counts)
+    skipped = len(counts)
 
-    def split(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, Tensors]:
-        return tensors[start] if skipped else None, list(tensors[start + skipped :])
+    def split(carry: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, Tensors]:
+        return carry[0] if skipped else None, list(carry[skipped:])
 
-    def test(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        number, carry = split(tensors)
-        return lifted.run(lambda: loop.test(carry), tensors, number)
+    def test(constants: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> torch.Tensor:
+        number, carry = split(given)
+        return lifted.run(lambda: loop.test(carry), constants, number)
 
-    def body(tensors: Sequence[torch.Tensor]) -> Tensors:
-        number, carry = split(tensors)
-        after = lifted.run(lambda: loop.body(carry), tensors, number, after=tested)
-        return [*([] if number is None else [number + 1]), *after]
+    def step(constants: Any, given: Any, _: Any) -> Any:
+        number, carry = split(given)
+        after = lifted.run(lambda: loop.body(carry), constants, number, after=tested)
+        return [*([] if number is None else [number + 1]), *after], []
 
-    construct = While(loop.name, test, body, start)
+    construct = While(step, len(lifted.constants), skipped + len(first), loop.name, test)
     return apply(construct, [*lifted.constants, *counts, *first])[skipped:]

@@ -1,4 +1,4 @@
-"""A traced while loop, and the loops that are its jvp and its batched form.
+"""A traced while loop.
 
 It has no transpose: how many steps it runs, and so how much a backward pass must store, is known
 only when it has run.
@@ -6,54 +6,38 @@ only when it has run.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from torchpmap._base.inexact import kinds_of
 from torchpmap._collectives.varying import Axes
 from torchpmap._loops import emit
-from torchpmap._loops.scan_node import BatchedCarry
-from torchpmap._trace.transformable import (
-    Body,
-    Maybe,
-    Tensors,
-    Transformable,
-    apply,
-    batch_first,
-    expanded,
-    inexact,
-    jvp_of,
-    vmap_of,
-    zeros_or,
-)
+from torchpmap._loops.branch_node import beside
+from torchpmap._loops.loop_node import BatchedCarry, Loop, Step
+from torchpmap._trace.transformable import Maybe, Tensors, expanded
 
-Test = Callable[[Tensors], torch.Tensor]
+Test = Callable[[Tensors, Tensors], torch.Tensor]
+"""(constants, carry) -> whether the loop goes on"""
 
 
 @dataclass(frozen=True, eq=False)
-class While(Transformable):
-    """Its tensors are the constants that test and body read, and the first carry."""
+class While(Loop):
+    """It has no rows, and its test reads the same constants as its body."""
 
     name: str
     test: Test
-    body: Body
-    """(constants and carry) -> next carry"""
-    num_constants: int
-
-    def split(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        return list(tensors[: self.num_constants]), list(tensors[self.num_constants :])
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
-        constants, init = self.split(tensors)
+        constants, init, _ = self.split(tensors)
         init = emit.operands(init)
-        kinds = emit.kinds_of(init)
+        kinds = kinds_of(init)
 
         def trace(axes: list[Axes]) -> tuple[tuple[emit.Inner, emit.Inner], list[Axes]]:
-            test = emit.inner(lambda *carry: [self.test([*constants, *carry])], kinds, axes)
-            body = emit.inner(lambda *carry: self.body([*constants, *carry]), kinds, axes)
+            test = emit.inner(lambda *carry: [self.test(constants, carry)], kinds, axes)
+            body = emit.inner(lambda *carry: self.flat([*constants, *carry]), kinds, axes)
             return (test, body), [along | test.axes[0] for along in body.axes]
 
         (test, body), axes = emit.trace_until_axes_stay(trace, init)
@@ -75,76 +59,37 @@ class While(Transformable):
     ) -> list[torch.Tensor | None]:
         raise ValueError(no_reverse(self.name))
 
-    def jvp(self, tensors: Tensors, tangents: Maybe) -> list[torch.Tensor | None]:
-        constants, init = self.split(tensors)
-        of_constants, of_init = self.split(tangents)
-        carried = inexact(init)
-        a = [k for k, x in enumerate(of_constants) if x is not None]
-        places = [*a, *(self.num_constants + k for k in carried)]
-        own, count = len(constants), len(init)
-        first = own + len(a)
+    def over_more(self, step: Step, num_constants: int, num_carry: int) -> While:
+        own, count = self.num_constants, self.num_carry
 
-        def primals(xs: Tensors) -> list[torch.Tensor]:
-            return [*xs[:own], *xs[first : first + count]]
+        def test(constants: Tensors, carry: Tensors) -> torch.Tensor:
+            return self.test(constants[:own], carry[:count])
 
-        def body(xs: Tensors) -> list[torch.Tensor]:
-            given = [*xs[own:first], *xs[first + count :]]
-            results, derivatives = jvp_of(self.body, primals(xs), places, given)
-            return [*results, *derivatives]
+        return While(step, num_constants, num_carry, self.name, test)
 
-        forward = While(self.name, lambda xs: self.test(primals(xs)), body, first)
-        start = [zeros_or(of_init[k], init[k]) for k in carried]
-        given = [of_constants[k] for k in a]
-        found = apply(forward, [*constants, *given, *init, *start])
-        derivatives = dict(zip(carried, found[count:], strict=True))
-        return [derivatives.get(k) for k in range(count)]
-
-    def vmap(
-        self, info: Any, dims: Sequence[int | None], tensors: Tensors
-    ) -> tuple[list[torch.Tensor], list[int | None]]:
-        size = info.batch_size
-        constants, init = self.split(batch_first(tensors, dims))
-        of_constants, given = self.split([d is not None for d in dims])
-        carries = BatchedCarry(given, size)
-        differs = False
-        """Whether the test does from row to row: then the loop goes on until all rows are done, and
+    def over_batches(self, step: Step, batched: Callable[..., Any], carries: BatchedCarry) -> While:
+        """Where the test differs from row to row, the loop goes on until all rows are done, and
         rows that are done keep their carry.
         """
+        run_test = batched(lambda xs: [self.test(*self.split(xs)[:2])])
 
-        def batch() -> list[torch.Tensor]:
-            which = [*of_constants, *carries.which]
-            batched = functools.partial(
-                vmap_of,
-                which=which,
-                randomness=info.randomness,
-                parts=self.name if differs else None,
-            )
-            run, run_test = batched(self.body), batched(lambda xs: [self.test(xs)])
+        def test(constants: Tensors, carry: Tensors) -> torch.Tensor:
+            (result,), (has,) = run_test([*constants, *carry])
+            if has and carries.parts is None:
+                carries.parts = self.name
+                carries.restart([True] * self.num_carry)
+            return result.any() if has else result
 
-            def test(xs: Tensors) -> torch.Tensor:
-                nonlocal differs
-                (result,), (has,) = run_test(xs)
-                if has and not differs:
-                    differs = True
-                    carries.restart([True] * len(init))
-                return result.any() if has else result
+        def kept_if_done(constants: Tensors, carry: Tensors, row: Tensors) -> Any:
+            after, ys = step(constants, carry, row)
+            if carries.parts is None:
+                return after, ys
+            (goes_on,), (has,) = run_test([*constants, *carry])
+            goes_on = expanded(goes_on, has, carries.size)
+            pairs = zip(after, carry, strict=True)
+            return [torch.where(beside(goes_on, new), new, old) for new, old in pairs], ys
 
-            def body(xs: Tensors) -> list[torch.Tensor]:
-                after = carries.next(*run(xs))
-                if not differs:
-                    return after
-                (goes_on,), (has,) = run_test(xs)
-                goes_on = expanded(goes_on, has, size)
-                return [
-                    torch.where(goes_on.reshape(-1, *[1] * (new.dim() - 1)), new, old)
-                    for new, old in zip(after, self.split(xs)[1], strict=True)
-                ]
-
-            loop = replace(self, test=test, body=body)
-            return apply(loop, [*constants, *carries.first(init)])
-
-        found = carries.settle(batch)
-        return found, [0 if has else None for has in carries.which]
+        return replace(self, step=kept_if_done, test=test)
 
 
 def no_reverse(name: str) -> str:

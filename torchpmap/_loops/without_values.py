@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchpmap._base.inexact import kinds_of
 from torchpmap._base.pytree import map_tensors
 from torchpmap._base.torch_internals import (
     FakeTensor,
@@ -38,7 +39,7 @@ def without_values(run: Callable[[], Parts]) -> Parts | None:
             torch.no_grad(),
         ):
             found = run()
-            kinds = [(x.shape, x.dtype, x.device) for x in found.tensors]
+            kinds = kinds_of(found.tensors)
             axes = [axes_of(x) for x in found.tensors]
             levels = tuple(map(batched_levels, found.tensors))
     except Exception:  # a function may need values

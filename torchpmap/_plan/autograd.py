@@ -25,7 +25,7 @@ from torchpmap._plan.derivatives import Function, PullBack, Tensors
 from torchpmap._plan.mapped_program import MappedProgram
 from torchpmap._plan.plan import Called
 from torchpmap._sharded.transfer import host_tensor
-from torchpmap._trace.transformable import Maybe, Transformable, apply, may_have_vjp
+from torchpmap._trace.transformable import Maybe, Transformable, apply, inexact, may_have_vjp
 from torchpmap._trace.untraceable import Untraceable
 
 # -- the function that torch's transforms see ------------------------------------------------------
@@ -40,8 +40,6 @@ class _Call(Transformable):
     """Inputs whose first gradient is likely to be asked for."""
     start: Callable[[Tensors], list[torch.Tensor]] | None = None
     """What runs it, if it is not the function itself."""
-    kept: object = None
-    """What must live as long as derivatives may be traced: the instance of a method."""
     pull_back: PullBack | None = None
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
@@ -54,15 +52,15 @@ class _Call(Transformable):
     def vmap(self, info: Any, dims: Sequence[int | None], tensors: Tensors) -> Any:
         batched, moved, out_dims = self.function.batched(info, dims, tensors)
         wanted = self.wanted if may_have_vjp(moved) else ()
-        results = apply(_Call(batched, wanted, kept=self.kept), moved)
+        results = apply(_Call(batched, wanted), moved)
         return results, out_dims(results)
 
     def jvp(self, tensors: Tensors, tangents: Maybe) -> Maybe:
         results: list[torch.Tensor | None] = [None] * len(self.function.outputs)
-        places = self.function.inexact_outputs()
+        places = inexact(self.function.outputs)
         if places:
             given = tuple(k for k, x in enumerate(tangents) if x is not None)
-            call = _Call(self.function.jvp(given), kept=self.kept)
+            call = _Call(self.function.jvp(given))
             found = apply(call, [*tensors, *(x for x in tangents if x is not None)])
             for k, tangent in zip(places, found, strict=True):
                 results[k] = tangent
@@ -76,30 +74,29 @@ class _Call(Transformable):
         shortcut = None
         if self.pull_back is not None and set(wanted) <= set(self.wanted):
             shortcut = functools.partial(self.pull_back, wanted, given)
-        call = _Call(self.function.vjp(wanted, given), start=shortcut, kept=self.kept)
+        call = _Call(self.function.vjp(wanted, given), start=shortcut)
         return apply(call, [*tensors, *(x for x in cotangents if x is not None)])
 
 
 def call_function(
-    function: Function, tensors: Tensors, kept: object = None, has_pair: bool = True
+    function: Function, tensors: Tensors, has_pair: bool = True
 ) -> list[torch.Tensor]:
     """Call it so that transforms and ``backward()`` reach the tensors; ``has_pair``: whether the
     first gradient may take what the call leaves.
     """
     wanted: tuple[int, ...] = ()
-    if has_pair and may_have_vjp(tensors) and function.inexact_outputs():
-        wanted = tuple(k for k in function.inexact_inputs() if _is_traced(tensors[k]))
-    return apply(_Call(function, wanted, kept=kept), tensors)
+    if has_pair and may_have_vjp(tensors) and inexact(function.outputs):
+        wanted = tuple(k for k in inexact(function.layouts) if _is_traced(tensors[k]))
+    return apply(_Call(function, wanted), tensors)
 
 
 def call_differentiable(
     differentiable: MappedProgram,
     leaves: Sequence[Any],
     done: Called | None = None,
-    kept: object = None,
 ) -> list[torch.Tensor]:
     """Call a differentiable so that transforms and ``backward()`` reach its arguments and closures;
-    ``done``: what it returned, if it has run already; ``kept``: what its derivatives need.
+    ``done``: what it returned, if it has run already.
     """
     # copy arrays, because the caller may overwrite them before a derivative needs them
     arguments = [x if isinstance(x, torch.Tensor) else host_tensor(x).clone() for x in leaves]
@@ -111,8 +108,8 @@ def call_differentiable(
             tensors[k] = done.key
         outputs = done.outputs
         start = functools.partial(differentiable.results, outputs)
-        return apply(_Call(differentiable, start=start, kept=kept), tensors)
-    return call_function(differentiable, tensors, kept, not differentiable.plan.num_checks)
+        return apply(_Call(differentiable, start=start), tensors)
+    return call_function(differentiable, tensors, not differentiable.plan.num_checks)
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:

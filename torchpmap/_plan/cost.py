@@ -29,6 +29,7 @@ from torchpmap._trace.graphs import (
     WHILE,
     copied,
     inner_graphs,
+    is_view,
     met,
     nested,
     output_of,
@@ -221,7 +222,7 @@ def _formulas() -> dict[Any, Any]:
 
 def _memory(node: torch.fx.Node) -> torch.fx.Node:
     """The node that made the memory this one uses: an earlier one for a view and ``_PASSING``."""
-    while node.target in _PASSING or getattr(node.target, "is_view", False):
+    while node.target in _PASSING or is_view(node):
         node = node.all_input_nodes[0]
     return node
 

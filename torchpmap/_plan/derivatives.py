@@ -43,7 +43,7 @@ from torchpmap._sharded.transfer import gather, is_whole_here
 from torchpmap._trace.block_program import enter
 from torchpmap._trace.casts import times_tracked, tracked
 from torchpmap._trace.program import Outcome
-from torchpmap._trace.transformable import jvp_of, vmap_of
+from torchpmap._trace.transformable import inexact, jvp_of, vmap_of
 from torchpmap.random._streams import batched_key
 
 Tensors = Sequence[torch.Tensor]
@@ -98,7 +98,7 @@ class Function(ABC):
     def jvp(self, given: tuple[int, ...]) -> Any:
         """(inputs, tangents of the inputs ``given``) -> tangents of the inexact outputs."""
         inputs = [*self.layouts, *(self.layouts[k] for k in given)]
-        outputs = [self.outputs[k] for k in self.inexact_outputs()]
+        outputs = [self.outputs[k] for k in inexact(self.outputs)]
         # a tangent is where its gradient is
         return self._derive(("jvp", given), self.mirrored, self._push(given), inputs, outputs)
 
@@ -129,14 +129,6 @@ class Function(ABC):
                 del self._derived[next(iter(self._derived))]
             self._derived[key] = made
         return made
-
-    def inexact_inputs(self) -> tuple[int, ...]:
-        """Their places."""
-        return tuple(k for k, each in enumerate(self.layouts) if is_inexact(each))
-
-    def inexact_outputs(self) -> tuple[int, ...]:
-        """Their places."""
-        return tuple(k for k, each in enumerate(self.outputs) if is_inexact(each))
 
 
 class Differentiable(Function):
@@ -172,7 +164,7 @@ class Differentiable(Function):
     def run_for(
         self, wanted: tuple[int, ...], tensors: Tensors
     ) -> tuple[list[torch.Tensor], PullBack | None]:
-        expected = self._cotangents.get(wanted, self.inexact_outputs())
+        expected = self._cotangents.get(wanted, inexact(self.outputs))
         pair = self.pair(wanted, expected)
         if pair is None:
             return self.run(tensors), None
@@ -218,20 +210,6 @@ class Differentiable(Function):
     def placed(self, tensors: Tensors) -> list[Handle]:
         return handles_of(tensors, self.layouts)
 
-    def vjp(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Differentiable:
-        derived: Differentiable = super().vjp(wanted, given)
-        own = self._batch_dims_in
-        derived._batch_dims_in = (*own, *(self.batch_dims()[k] for k in given))
-        derived.batch_dims = lambda: tuple(own[k] for k in wanted)
-        return derived
-
-    def jvp(self, given: tuple[int, ...]) -> Differentiable:
-        derived: Differentiable = super().jvp(given)
-        own = self._batch_dims_in
-        derived._batch_dims_in = (*own, *(own[k] for k in given))
-        derived.batch_dims = lambda: tuple(self.batch_dims()[k] for k in self.inexact_outputs())
-        return derived
-
     def batched(
         self, info: Any, dims: Sequence[int | None], tensors: Tensors
     ) -> tuple[Differentiable, list[torch.Tensor], OutDims]:
@@ -256,11 +234,9 @@ class Differentiable(Function):
             self.target.grid.extended(layout, size) if batched else layout
             for layout, batched in zip(self.layouts, which, strict=True)
         ]
-        key = ("vmap", which, size)
-        derived = self._derive(key, self.mirrored, _Batched(self.body, which), layouts, ())
-        derived._batch_dims_in = tuple(map(operator.add, self._batch_dims_in, which))
-        derived.batch_dims = lambda: tuple(
-            map(operator.add, self.batch_dims(), derived.batched_outputs())
+        batched = _Batched(self.body, which)
+        derived: Differentiable = self._derive(
+            ("vmap", which, size), self.mirrored, batched, layouts, ()
         )
         return derived
 
@@ -288,8 +264,22 @@ class Differentiable(Function):
     def _made(
         self, key: Any, body: Body, inputs: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Differentiable:
-        target = self.target if key[0] == "vmap" else self.target.of_derivative
-        return Differentiable(target, body, inputs)
+        kind, *places = key
+        target = self.target if kind == "vmap" else self.target.of_derivative
+        made, own = Differentiable(target, body, inputs), self._batch_dims_in
+        if kind == "vmap":
+            made._batch_dims_in = tuple(map(operator.add, own, places[0]))
+            made.batch_dims = lambda: tuple(
+                map(operator.add, self.batch_dims(), made.batched_outputs())
+            )
+        elif kind == "vjp":
+            wanted, given = places
+            made._batch_dims_in = (*own, *(self.batch_dims()[k] for k in given))
+            made.batch_dims = lambda: tuple(own[k] for k in wanted)
+        else:
+            made._batch_dims_in = (*own, *(own[k] for k in places[0]))
+            made.batch_dims = lambda: tuple(self.batch_dims()[k] for k in inexact(self.outputs))
+        return made
 
     # -- derived bodies ---------------------------------------------------------------------------
 

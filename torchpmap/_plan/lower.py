@@ -24,7 +24,7 @@ from torchpmap._base.devices import Device
 from torchpmap._base.errors import warn
 from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_internals import is_wrapped
-from torchpmap._layout.axis_stack import Axis, Partition, group_name
+from torchpmap._layout.axis_stack import Axis, group_name
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.plan import Captured, Drawn, Pinned, Plan
@@ -273,6 +273,8 @@ def _plan(
     **known: Any,
 ) -> Plan:
     """The plan of a graph that returns outputs, and then residuals; ``known``: fields of it."""
+    ranks = target.ranks
+    groups = {target.group: (tuple(range(len(ranks))),)} | traced.groups
     backend = _usable(target.backend, target.devices)
     if backend.is_inductor and target.devices[0].platform == "cpu" and only_communicates(graph):
         backend = EAGER
@@ -281,7 +283,7 @@ def _plan(
         target.name,
         graph,
         traced.uses_index,
-        target.ranks,
+        ranks,
         tuple(inputs),
         (*((layout.block_shape, layout.dtype) for layout in outputs), *residuals),
         backend,
@@ -292,8 +294,11 @@ def _plan(
     )
     return Plan(
         definition=definition,
-        groups=_groups(target, traced),
-        axes=_axes(target, traced),
+        groups={
+            name: tuple(tuple(ranks[k] for k in part) for part in partition)
+            for name, partition in groups.items()
+        },
+        axes={name: target.grid.axes_along(partition) for name, partition in groups.items()},
         prefix=target.prefix,
         described=target.described,
         team=target.team,
@@ -301,24 +306,6 @@ def _plan(
         names=target.names,
         **{"structure": flatten(list(outputs))[1]} | known,
     )
-
-
-def _groups(target: Target, traced: Traced) -> dict[str, Partition]:
-    """The process groups that the collectives of a graph name, as ranks."""
-    ranks = target.ranks
-    return {target.group: (ranks,)} | {
-        name: tuple(tuple(ranks[k] for k in part) for part in partition)
-        for name, partition in traced.groups.items()
-    }
-
-
-def _axes(target: Target, traced: Traced) -> dict[str, str]:
-    grid = target.grid
-    whole = (tuple(range(len(target.ranks))),)
-    return {
-        name: grid.axes_along(partition)
-        for name, partition in {target.group: whole, **traced.groups}.items()
-    }
 
 
 def _output_layouts(target: Target, outcome: Outcome, traced: Traced) -> tuple[Layout, ...]:

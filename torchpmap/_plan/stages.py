@@ -7,17 +7,12 @@ from typing import Any
 
 import torch
 
-from torchpmap._base.arrays import for_torch
 from torchpmap._base.boundary import boundary
-from torchpmap._base.errors import check_array, kind_of
-from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.certificate import Certificate, certificate_of
 from torchpmap._plan.cost import Cost, cost_of
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.roofline import Machine
-from torchpmap._sharded.device_put import handle_of
-from torchpmap._sharded.tensor import make_sharded
 
 
 class LoweredPlan:
@@ -80,20 +75,16 @@ class Lowered(LoweredPlan):
     def __init__(
         self,
         plan: Plan,
-        structure: Structure,
-        positions: Sequence[int],
         paths: Sequence[str],
         layouts: Sequence[Layout],
-        giving_up: Callable[[Sequence[Any]], Callable[[], None] | None],
+        call: Callable[..., Any],
     ) -> None:
-        """``giving_up``: what takes the donated ones of the leaves that travel from the caller."""
+        """``call``: runs the plan for arguments, if they are of its kind."""
         super().__init__(plan, [f"compared in each call: {claim}" for claim in plan.checked])
-        self._structure = structure
-        self._positions = tuple(positions)
         self.in_layouts = dict(zip(paths, layouts, strict=True))
         self.out_layouts = plan.outputs[: len(plan.outputs) - plan.num_checks]
         self.compared = plan.checked
-        self._giving_up = giving_up
+        self._call = call
 
     @boundary
     def compile(self) -> Compiled:
@@ -106,33 +97,9 @@ class Compiled:
     """A compiled mapped function for arguments of one structure, shapes and dtypes."""
 
     def __init__(self, lowered: Lowered) -> None:
-        self._lowered = lowered
-        self._plan = lowered._plan
+        self._call = lowered._call
 
     @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run; ``TypeError`` if the arguments are not those it was compiled for."""
-        lowered = self._lowered
-        leaves, structure = flatten_call(args, kwargs)
-        expected = lowered._structure
-        if structure != expected or structure.dict_order != expected.dict_order:
-            raise TypeError(
-                f"{self._plan.prefix}: function compiled with input pytree "
-                f"{expected} does not match the input pytree it was called with: "
-                f"{structure}"
-            )
-        held = []
-        leaves = [leaves[position] for position in lowered._positions]
-        for leaf, (path, layout) in zip(leaves, lowered.in_layouts.items(), strict=True):
-            check_array(leaf, f"{self._plan.prefix}: argument {path}")
-            value = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(for_torch(leaf))
-            if tuple(value.shape) != layout.shape or value.dtype != layout.dtype:
-                raise TypeError(
-                    f"{self._plan.prefix}: argument types differ from the types for which this "
-                    f"computation was compiled: argument {path} compiled with "
-                    f"{kind_of(layout.shape, layout.dtype)} and called with "
-                    f"{kind_of(value.shape, value.dtype)}"
-                )
-            held.append(handle_of(value, layout))
-        called = self._plan.call(held, None, lowered._giving_up(leaves))
-        return called.tree([make_sharded(layout, handle) for layout, handle in called.outputs])
+        return self._call(args, kwargs)

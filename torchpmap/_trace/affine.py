@@ -18,7 +18,7 @@ from torchpmap._base.torch_internals import (
     torch_function_off,
     tracing_mode,
 )
-from torchpmap._trace.graphs import storages, written_by
+from torchpmap._trace.graphs import storages, written_storages
 
 _aten = torch.ops.aten
 _Sum = tuple[Counter[Any], int]
@@ -60,18 +60,22 @@ def _difference_of_rows(a: torch.Tensor, b: torch.Tensor) -> int | None:
 
 
 def _are_written(nodes: set[Node]) -> bool:
-    """Whether the memory of any of the nodes is written to: its value depends on when it is read,
-    and there may be views of it.
+    """Whether the memory of any of the nodes is written to, after the first of them: its value
+    depends on when it is read, and there may be views of it.
     """
-    held: set[int] = set().union(*map(storages, nodes))
-    unseen = set(nodes)
-    for node in reversed(next(iter(nodes)).graph.nodes) if nodes else ():
-        if any(not storages(x).isdisjoint(held) for x in written_by(node)):
-            return True
-        unseen.discard(node)
-        if not unseen:
-            break
-    return False
+    if not nodes:
+        return False
+    first, held = min(nodes), set[int]().union(*map(storages, nodes))
+    waiting, seen = list(nodes), set(nodes)
+    while waiting:
+        node = waiting.pop()
+        for near in (*node.users, *node.all_input_nodes):
+            if near not in seen and not held.isdisjoint(
+                storages(near) | {*written_storages([near])}
+            ):
+                seen.add(near)
+                waiting.append(near)
+    return any(first < x and not held.isdisjoint(written_storages([x])) for x in seen)
 
 
 def _node(value: torch.Tensor, tracer: Any) -> Any:

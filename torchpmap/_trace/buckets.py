@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._collectives.backend import c10d
-from torchpmap._trace.graphs import storages, written_by
+from torchpmap._trace.graphs import storages, written_storages
 from torchpmap._trace.repetition import keep_places
 
 _aten = torch.ops.aten
@@ -49,100 +49,88 @@ _LIGHT = {
 
 
 @dataclass
-class _Sum:
-    """An ``all_reduce`` and its ``wait_tensor``."""
+class _Bucket:
+    """Sums in one message: each an ``all_reduce`` and its ``wait_tensor``."""
 
-    launch: Node
-    wait: Node
+    sums: list[tuple[Node, Node]]
     ready: int
-    """When its operand is known."""
+    """When the operands are known."""
     due: int
-    """When its result is first used."""
+    """When a result is first used."""
     last: int
-    """When it must have started: its result is used, or its operand is written to."""
+    """When they must have started: a result is used, or an operand is written to."""
+    num_bytes: int
+    launch: Node | None = None
+    """The ``all_reduce`` in the new order."""
 
-    @property
-    def operand(self) -> Node:
-        node: Node = self.launch.args[0]  # type: ignore[assignment]
-        return node
-
-    @property
-    def num_bytes(self) -> int:
-        value = self.operand.meta["val"]
-        return int(value.numel() * value.element_size())
+    @classmethod
+    def of(cls, launch: Node, wait: Node, ready: int, due: int) -> _Bucket:
+        value = _operand(launch).meta["val"]
+        return cls([(launch, wait)], ready, due, due, value.numel() * value.element_size())
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for sums that one message can carry."""
-        value = self.operand.meta["val"]
-        return (*self.launch.args[1:], value.dtype, value.device)
+        launch = self.sums[0][0]
+        value = _operand(launch).meta["val"]
+        return (*launch.args[1:], value.dtype, value.device)
+
+    def add(self, other: _Bucket) -> None:
+        self.sums += other.sums
+        self.ready = max(self.ready, other.ready)
+        self.due, self.last = min(self.due, other.due), min(self.last, other.last)
+        self.num_bytes += other.num_bytes
 
 
-@dataclass
-class _Bucket:
-    sums: list[_Sum]
-    num_bytes: int = field(init=False)
-    ready: int = field(init=False)
-    due: int = field(init=False)
-    last: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_bytes = sum(each.num_bytes for each in self.sums)
-        self.ready = max(each.ready for each in self.sums)
-        self.due = min(each.due for each in self.sums)
-        self.last = min(each.last for each in self.sums)
+def _operand(launch: Node) -> Node:
+    node: Node = launch.args[0]  # type: ignore[assignment]
+    return node
 
 
 def bucketed(graph: GraphModule, limit: int) -> None:
     """Let sums over the devices run beside the computation, in buckets of at most ``limit`` bytes
     (a larger tensor goes alone).  The nodes must still have their fake tensors.
     """
-    if not graph.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-        return
-    nodes = list(graph.graph.nodes)
-    moments = _Moments(nodes)
-    buckets = _fill(moments.sums, limit)
-    _Rewrite(graph.graph, nodes, moments.ready, buckets).run()
+    if graph.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
+        nodes = list(graph.graph.nodes)
+        _Rewrite(graph.graph, nodes, _filled(_sums(nodes), limit)).run()
 
 
 # -- when -----------------------------------------------------------------------------------------
 
 
-class _Moments:
-    """When each value of a graph is known, if light operations run as early as they can.
+def _sums(nodes: Sequence[Node]) -> list[_Bucket]:
+    """Each sum by itself, with the moments when its values are known, if light operations run as
+    early as they can.
 
     A moment is an even number for a node that stays where it is.  An odd one is the wait for a sum,
     in front of the node that uses it first.
     """
-
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        position = {node: 2 * k for k, node in enumerate(nodes)}
-        begin = max((position[n] for n in nodes if n.op == "placeholder"), default=0)
-        self.ready: dict[Node, int] = {}
-        self.sums: list[_Sum] = []
-        written: dict[int, int] = {}  # storage -> when it was last written to
-        readers: dict[int, list[_Sum]] = {}  # storage -> sums of what was last written
-        for node in nodes:
-            here = position[node]
-            known = [self.ready[source] for source in node.all_input_nodes]
-            known += [
-                written.get(s, 0) for source in node.all_input_nodes for s in storages(source)
-            ]
-            if _is_light(node) or _is_sum(node):
-                self.ready[node] = max([begin, *known])
-            else:
-                self.ready[node] = max(begin, here) if node.op != "get_attr" else begin
-            if node.target is c10d.wait_tensor.default and _is_sum(node.args[0]):
-                due = min((position[user] for user in node.users), default=here) - 1
-                self.ready[node] = due
-                launch: Node = node.args[0]  # type: ignore[assignment]
-                self.sums.append(_Sum(launch, node, self.ready[launch], due, due))
-                for storage in storages(self.sums[-1].operand):
-                    readers.setdefault(storage, []).append(self.sums[-1])
-            for storage in {s for x in written_by(node) for s in storages(x)}:
-                written[storage] = here
-                for each in readers.pop(storage, ()):
-                    each.last = min(each.last, here)
+    position = {node: 2 * k for k, node in enumerate(nodes)}
+    begin = max((position[n] for n in nodes if n.op == "placeholder"), default=0)
+    ready: dict[Node, int] = {}
+    sums: list[_Bucket] = []
+    written: dict[int, int] = {}  # storage -> when it was last written to
+    readers: dict[int, list[_Bucket]] = {}  # storage -> sums of what was last written
+    for node in nodes:
+        here, sources = position[node], node.all_input_nodes
+        if _is_light(node) or _is_sum(node):
+            known = [ready[source] for source in sources]
+            known += [written.get(s, 0) for source in sources for s in storages(source)]
+            ready[node] = max([begin, *known])
+        else:
+            ready[node] = max(begin, here) if node.op != "get_attr" else begin
+        if node.target is c10d.wait_tensor.default and _is_sum(node.args[0]):
+            ready[node] = due = min((position[user] for user in node.users), default=here) - 1
+            (launch,) = sources
+            sums.append(_Bucket.of(launch, node, ready[launch], due))
+            for storage in storages(_operand(launch)):
+                readers.setdefault(storage, []).append(sums[-1])
+        for storage in written_storages([node]):
+            written[storage] = here
+            for each in readers.pop(storage, ()):
+                each.last = min(each.last, here)
+    return sums
 
 
 def _is_sum(node: Any) -> bool:
@@ -170,20 +158,21 @@ def _is_light(node: Node) -> bool:
 # -- which ----------------------------------------------------------------------------------------
 
 
-def _fill(sums: Sequence[_Sum], limit: int) -> list[_Bucket]:
-    """The sums in buckets, in the order in which they become known."""
+def _filled(sums: Sequence[_Bucket], limit: int) -> list[_Bucket]:
+    """Buckets, in the order in which they become known."""
     buckets: list[_Bucket] = []
-    open_ones: dict[tuple[Any, ...], int] = {}
+    open_ones: dict[tuple[Any, ...], _Bucket] = {}
     for each in sorted(sums, key=lambda each: each.ready):
-        place = open_ones.get(each.kind)
-        if place is not None:
-            bucket = buckets[place]
-            fits = bucket.num_bytes + each.num_bytes <= limit
-            if fits and each.ready < min(bucket.last, each.last):
-                buckets[place] = _Bucket([*bucket.sums, each])
-                continue
-        open_ones[each.kind] = len(buckets)
-        buckets.append(_Bucket([each]))
+        bucket = open_ones.get(each.kind)
+        if (
+            bucket is not None
+            and bucket.num_bytes + each.num_bytes <= limit
+            and each.ready < min(bucket.last, each.last)
+        ):
+            bucket.add(each)
+        else:
+            open_ones[each.kind] = each
+            buckets.append(each)
     return sorted(buckets, key=lambda bucket: bucket.ready)
 
 
@@ -193,20 +182,15 @@ def _fill(sums: Sequence[_Sum], limit: int) -> list[_Bucket]:
 class _Rewrite:
     """Puts the nodes of a graph in their new order."""
 
-    def __init__(
-        self, graph: Graph, nodes: Sequence[Node], ready: dict[Node, int], buckets: list[_Bucket]
-    ) -> None:
+    def __init__(self, graph: Graph, nodes: Sequence[Node], buckets: list[_Bucket]) -> None:
         self._graph = graph
         self._nodes = nodes
-        self._ready = ready
         self._launches: dict[int, list[_Bucket]] = {}
         self._waits: dict[int, list[_Bucket]] = {}
         for bucket in buckets:
             self._launches.setdefault(bucket.ready, []).append(bucket)
             self._waits.setdefault(bucket.due, []).append(bucket)
-        self._own = {n for b in buckets for each in b.sums for n in (each.launch, each.wait)}
-        self._running: dict[int, Node] = {}
-        """``all_reduce`` of a bucket, by its id."""
+        self._own = {node for bucket in buckets for pair in bucket.sums for node in pair}
         self._placed: set[Node] = set()
         self._cursor = nodes[0]
 
@@ -234,18 +218,17 @@ class _Rewrite:
         return self._cursor
 
     def _launch(self, bucket: _Bucket) -> None:
-        for each in bucket.sums:
-            self._place_with_sources(each.operand)
-        if len(bucket.sums) == 1:
-            (each,) = bucket.sums
-            self._place(each.launch)
-            self._running[id(bucket)] = each.launch
+        launches = [launch for launch, _ in bucket.sums]
+        for launch in launches:
+            self._place_with_sources(_operand(launch))
+        bucket.launch = launches[0]
+        if len(launches) == 1:
+            self._place(launches[0])
             return
-        flat = [self._add(_aten.view.default, each.operand, [-1]) for each in bucket.sums]
-        how = bucket.sums[0].launch.args[1:]
-        launch = self._add(c10d.all_reduce.default, self._add(_aten.cat.default, flat), *how)
-        keep_places({each.launch: [launch] for each in bucket.sums})
-        self._running[id(bucket)] = launch
+        flat = [self._add(_aten.view.default, _operand(launch), [-1]) for launch in launches]
+        how = launches[0].args[1:]
+        bucket.launch = self._add(c10d.all_reduce.default, self._add(_aten.cat.default, flat), *how)
+        keep_places({launch: [bucket.launch] for launch in launches})
 
     def _place_with_sources(self, node: Node) -> None:
         """Place a node that is not placed yet, after those that it is computed from."""
@@ -260,18 +243,17 @@ class _Rewrite:
 
     def _wait(self, bucket: _Bucket) -> None:
         if len(bucket.sums) == 1:
-            self._place(bucket.sums[0].wait)
+            self._place(bucket.sums[0][1])
             return
-        whole = self._add(c10d.wait_tensor.default, self._running[id(bucket)])
-        values = [each.operand.meta["val"] for each in bucket.sums]
-        parts = self._add(
-            _aten.split_with_sizes.default, whole, [value.numel() for value in values]
-        )
-        for k, (each, value) in enumerate(zip(bucket.sums, values, strict=True)):
+        whole = self._add(c10d.wait_tensor.default, bucket.launch)
+        values = [_operand(launch).meta["val"] for launch, _ in bucket.sums]
+        sizes = [value.numel() for value in values]
+        parts = self._add(_aten.split_with_sizes.default, whole, sizes)
+        for k, ((launch, wait), value) in enumerate(zip(bucket.sums, values, strict=True)):
             part = self._add(_aten.view.default, self._add(operator.getitem, parts, k), value.shape)
             # a view would keep the whole buffer alive
             result = self._add(_aten.clone.default, part)
-            result.meta = dict(each.wait.meta)
-            each.wait.replace_all_uses_with(result)
-            for old in (each.wait, each.launch):
+            result.meta = dict(wait.meta)
+            wait.replace_all_uses_with(result)
+            for old in (wait, launch):
                 self._graph.erase_node(old)

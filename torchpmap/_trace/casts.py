@@ -25,7 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchpmap._base.context import assigned
-from torchpmap._base.inexact import copied_tangents, is_inexact
+from torchpmap._base.inexact import copied_tangents, is_inexact, kinds_of
 from torchpmap._base.pytree import map_tensors
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
@@ -351,7 +351,7 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         _, count, *tensors = inputs
-        ctx.kinds = [(x.shape, x.dtype, x.device) for x in output]
+        ctx.kinds = kinds_of(output)
         ctx.save_for_backward(*tensors[count:])
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x)))

@@ -317,11 +317,8 @@ def _by_backend(graph: torch.fx.GraphModule, examples: list[Any], backend: Backe
         from torch._dynamo.backends.registry import lookup_backend
 
         function = lookup_backend(backend.name)
-    extra: dict[str, Any] = {}
-    if backend.mode is not None:
-        extra["mode"] = backend.mode
-    if backend.options:
-        extra["options"] = dict(backend.options)
+    given = {"mode": backend.mode, "options": dict(backend.options)}
+    extra = {name: value for name, value in given.items() if value}
     LazyGraphModule.force_recompile(graph)  # a backend may return its ``forward``
     return boxed_call(function(graph, examples, **extra))
 

@@ -14,9 +14,9 @@ caches the code around it by its text, so the digest says which body this is.
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -24,8 +24,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from torchpmap._base.context import assigned
 from torchpmap._base.platform import Boxed
 from torchpmap._base.pytree import tree_leaves
+from torchpmap._base.storages import apart
 from torchpmap._base.torch_internals import FakeTensor, FakeTensorMode, keep_in_order
 from torchpmap._trace.chunks import calls_libraries, repeated, steps_at_once
 from torchpmap._trace.graphs import (
@@ -78,11 +80,7 @@ class Loop:
         return [*self.init, *(x[rows] for x in self.xs), *self.reads]
 
 
-class _Running(threading.local):
-    loops: Sequence[Loop] = ()
-
-
-_running = _Running()
+_running: ContextVar[Sequence[Loop]] = ContextVar("torchpmap_running_loops", default=())
 
 
 def with_compiled_loops(
@@ -113,25 +111,20 @@ def with_compiled_loops(
     return changed, loops
 
 
-@contextmanager
-def with_loops(loops: Sequence[Loop]) -> Iterator[None]:
+def with_loops(loops: Sequence[Loop]) -> AbstractContextManager[None]:
     """Let the operation find these loops in the block."""
-    before, _running.loops = _running.loops, loops
-    try:
-        yield
-    finally:
-        _running.loops = before
+    return assigned(_running, loops)
 
 
 def running_with(compiled: Boxed, loops: Sequence[Loop]) -> Boxed:
     """Code that finds its loops."""
 
     def run(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        before, _running.loops = _running.loops, loops
+        token = _running.set(loops)
         try:
             return compiled(blocks)
         finally:
-            _running.loops = before
+            _running.reset(token)
 
     return run if loops else compiled
 
@@ -196,35 +189,23 @@ def _kinds(tensors: Tensors) -> list[Any]:
 
 def run_scan(number: int, digest: str, init: Tensors, xs: Tensors, reads: Tensors) -> Tensors:
     """The last carry and the stacked outputs."""
-    loop = _running.loops[number]
+    loop = _running.get()[number]
     ys = _outputs(loop.results[len(init) :], xs)
     carry, rows, shared = ([x.contiguous() for x in group] for group in (init, xs, reads))
-    replay = _replay(loop, carry, rows, shared)
-    if replay is not None:
-        return [*replay.run(len(xs[0]), carry, rows, shared, ys), *ys]
+    if not loop.is_noted and len(xs[0]):
+        loop.replay, loop.is_noted = replay_of(loop.compiled, carry, rows, shared), True
+    if loop.replay is not None:
+        return [*loop.replay.run(len(xs[0]), carry, rows, shared, ys), *ys]
     last, whole = carry, 0
     if loop.chunk is not None:
         whole = len(xs[0]) // loop.size * loop.size
-        last = _run_rows(loop.chunk, last, *_chunks(whole, loop.size, rows, shared, ys))
+        chunks, parts = ([x[:whole].unflatten(0, (-1, loop.size)) for x in r] for r in (rows, ys))
+        last = _run_rows(loop.chunk, last, chunks, shared, parts)
     if loop.compiled is not None:
         rest = [x[whole:] for x in rows], shared, [y[whole:] for y in ys]
         last = _run_rows(loop.compiled, last, *rest)
-    return [*_unshared(last, [*init, *xs, *reads]), *ys]
-
-
-def _chunks(
-    whole: int, size: int, rows: Tensors, reads: Tensors, ys: Tensors
-) -> tuple[Tensors, Tensors, Tensors]:
-    """The arguments of ``_run_rows`` for ``size`` rows at once, of the first ``whole`` rows."""
-    first, last = ([x[:whole].unflatten(0, (-1, size)) for x in each] for each in (rows, ys))
-    return first, reads, last
-
-
-def _replay(loop: Loop, carry: Tensors, xs: Tensors, reads: Tensors) -> Replay | None:
-    if not loop.is_noted and len(xs[0]):
-        loop.replay = replay_of(loop.compiled, carry, xs, reads)
-        loop.is_noted = True
-    return loop.replay
+    # a body returns an input as it is if that is a result; the code around takes it for a copy
+    return [*apart(last, [*init, *xs, *reads]), *ys]
 
 
 def _run_rows(
@@ -242,22 +223,8 @@ def _run_rows(
     return carry
 
 
-def _unshared(results: list[torch.Tensor], inputs: Tensors) -> list[torch.Tensor]:
-    """Results that share no memory with inputs, nor with each other: the code around takes it so.
-
-    A body returns an input as it is if that is a result.
-    """
-    used = {x.untyped_storage().data_ptr() for x in inputs}
-    found = []
-    for x in results:
-        place = x.untyped_storage().data_ptr()
-        found.append(x.clone() if place in used else x)
-        used.add(place)
-    return found
-
-
 def _fake(number: int, digest: str, init: Tensors, xs: Tensors, reads: Tensors) -> Tensors:
-    return _like_results(_running.loops[number].results, init, xs)
+    return _like_results(_running.get()[number].results, init, xs)
 
 
 def _like_results(results: Tensors, init: Tensors, xs: Tensors) -> list[torch.Tensor]:

@@ -127,8 +127,9 @@ def mentioned(names: set[str]) -> list[tuple[str, Any]]:
     for qualified in sorted(torch._C._dispatch_get_all_op_names()):
         namespace, _, name = qualified.partition("::")
         if namespace in names and name.partition(".")[0] in names:
-            found.append((qualified, source(qualified)))
-    return [(operation, kind) for operation, kind in found if kind is not None]
+            kind = source(qualified)
+            found += [] if kind is None else [(qualified, kind)]
+    return found
 
 
 # -- where an operation comes from -----------------------------------------------------------------
@@ -150,10 +151,7 @@ def _is_importable(name: str | None) -> bool:
 
 def _places(operation: str) -> dict[str, str]:
     """Dispatch key -> file of the registration; "debug" stands for the schema's."""
-    found = {}
-    for key, file in _REGISTERED.findall(torch._C._dispatch_dump(operation)):
-        found[key] = file
-    return found
+    return dict(_REGISTERED.findall(torch._C._dispatch_dump(operation)))
 
 
 def _is_python(file: str) -> bool:
@@ -207,30 +205,18 @@ def expand(operation: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
 # -- definitions as pickles ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Kind:
+def _fixed(definition: CustomOpDef) -> tuple[Any, ...]:
     """The parts of a definition that are fixed once it is made."""
-
-    name: str
-    schema: str
-    tags: tuple[str, ...]
-    devices: tuple[str | None, ...]
-    autocast: tuple[tuple[str, Any], ...]
-    effect: Any
-    rules: tuple[str, ...]
-
-    @classmethod
-    def of(cls, definition: CustomOpDef) -> _Kind:
-        name = definition._qualname
-        return cls(
-            name,
-            definition._schema,
-            tuple(tag.name for tag in definition._tags),
-            tuple(definition._backend_fns),
-            tuple(autocast_dtypes(definition).items()),
-            simple_registry.singleton.find(name).effect.effect,
-            tuple(_rules(definition)),
-        )
+    name = definition._qualname
+    return (
+        name,
+        definition._schema,
+        tuple(tag.name for tag in definition._tags),
+        tuple(definition._backend_fns),
+        tuple(autocast_dtypes(definition).items()),
+        simple_registry.singleton.find(name).effect.effect,
+        tuple(_rules(definition)),
+    )
 
 
 def _rules(definition: CustomOpDef) -> dict[str, Callable[..., Any]]:
@@ -258,34 +244,35 @@ def reduced(definition: CustomOpDef) -> tuple[Any, ...]:
     functions = _kernels(definition), _rules(definition)
     module = definition._init_fn.__module__
     home = module if _is_importable(module) else None
-    return _make, (_Kind.of(definition), home), functions, None, None, _fill
+    return _make, (_fixed(definition), home), functions, None, None, _fill
 
 
 _made: dict[str, CustomOpDef] = {}  # torch itself keeps only weak references
 
 
-def _make(kind: _Kind, home: str | None) -> CustomOpDef:
+def _make(fixed: tuple[Any, ...], home: str | None) -> CustomOpDef:
     """Return the worker's definition; make it if there is none."""
     if home is not None:  # if its functions imported it later, it would replace what is made here
         with contextlib.suppress(ImportError):
             importlib.import_module(home)
-    earlier = OPDEFS.get(kind.name)
-    if earlier is not None and _Kind.of(earlier) == kind:
+    name, schema, tags, devices, autocast, effect, _ = fixed
+    earlier = OPDEFS.get(name)
+    if earlier is not None and _fixed(earlier) == fixed:
         return earlier
-    arguments = torch._C.parse_schema(f"{kind.name}{kind.schema}").arguments
+    arguments = torch._C.parse_schema(f"{name}{schema}").arguments
     definition = torch.library.custom_op(
-        kind.name,
+        name,
         _unfilled,
         mutates_args=set(written_names(arguments)),
-        device_types=next(iter(kind.devices), None),
-        schema=kind.schema,
-        tags=tuple(getattr(torch.Tag, tag) for tag in kind.tags),
+        device_types=next(iter(devices), None),
+        schema=schema,
+        tags=tuple(getattr(torch.Tag, tag) for tag in tags),
     )
-    for device, dtype in kind.autocast:
+    for device, dtype in autocast:
         definition.register_autocast(device, dtype)
-    if kind.effect is not None:
-        definition.register_effect(kind.effect)
-    _made[kind.name] = definition
+    if effect is not None:
+        definition.register_effect(effect)
+    _made[name] = definition
     return definition
 
 

@@ -20,6 +20,7 @@ from torchpmap._base.exact import exact
 from torchpmap._base.optimizers import Positive
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
+from torchpmap._base.storages import storage_number
 from torchpmap._trace.graphs import written_storages
 from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.untraceable import Untraceable
@@ -79,8 +80,8 @@ class Skippable:
         for entries in self._optimizer.state.values():  # of new ones the caller hears
             known |= set(map(id, entries.values()))
         written = written_storages(islice(nodes, self._num_nodes, None)).keys()
-        mine = {key: _storage(capture.substitute(x)) for key, (x, _) in self._copies.items()}
-        given = {_storage(x.meta["val"]) for x in nodes if x.op == "placeholder"}
+        mine = {key: storage_number(capture.substitute(x)) for key, (x, _) in self._copies.items()}
+        given = {storage_number(x.meta["val"]) for x in nodes if x.op == "placeholder"}
         if written & given - set(mine.values()) or set(map(id, _tensors(self._optimizer))) - known:
             self._refuse("changes tensors that are not in its state")
         with torch.no_grad():
@@ -94,10 +95,6 @@ class Skippable:
             users_line(),
             "tensors in the state of the optimizer",
         )
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _noting(own: Any) -> Any:

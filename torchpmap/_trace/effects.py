@@ -156,16 +156,9 @@ def show(fmt: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bo
     apply(how, [*indices, *formatter.tensors])
 
 
-def lines_of(
-    template: str,
-    specs: Sequence[str],
-    names: Sequence[str],
-    batch: Sequence[int],
-    groups: Sequence[str],
-    tensors: Sequence[torch.Tensor],
-) -> str:
+def lines_of(*printed: Any) -> str:
     """The lines that this device prints; the arguments are those of the operator."""
-    return "\n".join(text for _, text in _entries(template, specs, names, batch, tensors))
+    return "\n".join(text for _, text in _entries(*printed))
 
 
 _Entries = list[tuple[list[int], str]]
@@ -177,6 +170,7 @@ def _entries(
     specs: Sequence[str],
     names: Sequence[str],
     batch: Sequence[int],
+    groups: Sequence[str],
     tensors: Sequence[torch.Tensor],
 ) -> _Entries:
     entries = []
@@ -215,15 +209,9 @@ def emit(text: str) -> None:
     out.flush()
 
 
-def _print(
-    template: str,
-    specs: Sequence[str],
-    names: Sequence[str],
-    batch: Sequence[int],
-    groups: Sequence[str],
-    tensors: Sequence[torch.Tensor],
-) -> None:
-    entries = _entries(template, specs, names, batch, tensors)
+def _print(*printed: Any) -> None:
+    entries = _entries(*printed)
+    *_, groups, tensors = printed
     for group in reversed(groups):
         entries = _collected(entries, group, tensors[0].device)
     if len(groups) > 1:  # the devices of one group are in order already

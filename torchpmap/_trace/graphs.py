@@ -205,6 +205,11 @@ def acts(graph: Graph) -> bool:
     return any(map(is_kept, operations(graph)))
 
 
+def is_view(node: Node) -> bool:
+    """Whether an operation gives views of its first argument."""
+    return getattr(node.target, "is_view", False)
+
+
 def storages(node: Node) -> set[int]:
     """The memory of the values of a node."""
     values = node.meta.get("val")
@@ -288,7 +293,8 @@ def written_storages(nodes: Iterable[Node]) -> dict[int, Node]:
     written: dict[int, Node] = {}
     for node in nodes:
         for target in written_by(node):
-            written.setdefault(target.meta["val"].untyped_storage()._cdata, node)
+            for storage in storages(target):
+                written.setdefault(storage, node)
     return written
 
 

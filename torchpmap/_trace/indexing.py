@@ -50,13 +50,8 @@ _SELECTING: dict[Any, tuple[str, ...]] = {
 
 
 def _along(x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> torch.Tensor:
-    if not -x.dim() <= dim < x.dim():
-        raise IndexError(
-            f"Dimension out of range (expected to be in range of [{-x.dim()}, {x.dim() - 1}], but "
-            f"got {dim})"
-        )
+    size = x.size(dim)  # which raises if there is none
     dim %= x.dim()
-    size = x.shape[dim]
     if length is None:
         window = at(start, size)
     elif 0 <= length <= size:

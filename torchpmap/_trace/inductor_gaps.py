@@ -49,6 +49,7 @@ from torchpmap._trace.graphs import (
     call,
     compute,
     inner_graphs,
+    is_view,
     kind_of_node,
     output_of,
     results_of,
@@ -169,8 +170,8 @@ def _views(node: Node) -> list[Node]:
     found = [node]
     while True:
         source: Any = node.args[0] if node.args else None
-        is_part = node.target is operator.getitem and getattr(source.target, "is_view", False)
-        if not is_part and not getattr(node.target, "is_view", False):
+        is_part = node.target is operator.getitem and is_view(source)
+        if not is_part and not is_view(node):
             return found
         node = source
         found.append(node)
@@ -267,7 +268,7 @@ def _is_pure(target: Any) -> bool:
 
 def _may_return(node: Node) -> bool:
     """Whether a node returns what it is given, or a view of it."""
-    return node.op == "output" or getattr(node.target, "is_view", False)
+    return node.op == "output" or is_view(node)
 
 
 def _decides(node: Node) -> bool:

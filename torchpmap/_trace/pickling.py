@@ -13,15 +13,17 @@ function inside.
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import hashlib
 import importlib
 import io
 import operator
 import pickle
+import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import torch
@@ -55,6 +57,16 @@ class Made:
     def made_of(self) -> tuple[Any, ...]:
         """What makes it again: a function and its arguments."""
         raise NotImplementedError
+
+    def __reduce__(self) -> Any:
+        """As functions are pickled: by its name, if a decorator has made it; but other processes
+        have another ``__main__``.
+        """
+        with contextlib.suppress(AttributeError):  # another callable may have no name
+            module, name = sys.modules.get(self.__module__), cast(Any, self).__qualname__
+            if operator.attrgetter(name)(module) is self and self.__module__ != "__main__":
+                return name
+        return self.made_of()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -13,6 +13,8 @@ Without a graph (``compile=False``) torch's own hooks do the work, except under 
 from __future__ import annotations
 
 import contextlib
+import operator
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +41,8 @@ from torchpmap._trace.graphs import (
     call,
     current_capture,
     drop_dead,
+    is_kept,
+    is_view,
     kind_of_node,
     operations,
     placeholders,
@@ -201,31 +205,31 @@ def rematerialize(graph: GraphModule, record: Record, *, ordered: bool, split: b
     if not record.regions:
         return set()
     alive = set(operations(graph.graph))
-    late = {node for node in record.backward if node in alive}
+    backward = sorted((number, node) for node, number in record.backward.items() if node in alive)
+    again = _Again(graph.graph, backward, {node for _, node in backward}, ordered, split)
     for region in reversed(record.regions):
-        _Again(graph, record, late, ordered, split).run(region, set(region.nodes) & alive)
-    return late
+        again.run(region, set(region.nodes) & alive)
+    return again.late
 
 
+@dataclass
 class _Again:
-    def __init__(
-        self, graph: GraphModule, record: Record, late: set[Node], ordered: bool, split: bool
-    ) -> None:
-        self._graph = graph.graph
-        self._record = record
-        self._late = late
-        self._ordered = ordered
-        self._split = split
+    """Puts copies of regions before their backward passes."""
+
+    graph: Graph
+    backward: list[tuple[int, Node]]
+    """The operations of backward passes, with the numbers of their autograd nodes, in order."""
+    late: set[Node]
+    ordered: bool
+    split: bool
 
     def run(self, region: Region, own: set[Node]) -> None:
         """``own``: the nodes of the region, or copies of them in the region around it."""
-        order = {node: k for k, node in enumerate(self._graph.nodes)}
-        backward = [
-            node
-            for node, number in self._record.backward.items()
-            if region.first <= number < region.end and node in order and node not in own
-        ]
-        backward.sort(key=order.__getitem__)
+        first, end = (
+            bisect_left(self.backward, number, key=operator.itemgetter(0))
+            for number in (region.first, region.end)
+        )
+        backward = sorted(node for _, node in self.backward[first:end] if node not in own)
         inside = own.union(backward)
         pending = [source for node in backward for source in node.all_input_nodes]
         wanted: set[Node] = set()
@@ -237,7 +241,7 @@ class _Again:
         if not wanted:
             return
         readers = [node for node in backward if wanted.intersection(node.all_input_nodes)]
-        copies = self._copy(sorted(wanted, key=order.__getitem__), readers[0])
+        copies = self._copy(sorted(wanted), readers[0])
         for node in readers:
             for source in wanted.intersection(node.all_input_nodes):
                 node.replace_input_with(source, copies[source])
@@ -248,24 +252,22 @@ class _Again:
         """Whether a node is kept for a reader that is not ``inside``, the region or its backward
         pass, must be saved, or has an effect.
         """
-        if node.meta.get("recompute") in _SAVED or _has_effect(node):
+        if node.meta.get("recompute") in _SAVED or is_kept(node):
             return True
         others = [user for user in node.users if user not in inside]
-        return any(
-            not self._split if user.op == "output" else user in self._late for user in others
-        )
+        return any(not self.split if user.op == "output" else user in self.late for user in others)
 
     def _copy(self, nodes: Sequence[Node], before: Node) -> dict[Node, Node]:
         copies: dict[Node, Node] = {}
         tied: set[Node] = set()
-        with self._graph.inserting_before(before):
-            never = None if self._ordered else self._never(before)
+        with self.graph.inserting_before(before):
+            never = None if self.ordered else self._never(before)
             for node in nodes:
-                copy = self._graph.node_copy(node, lambda source: copies.get(source, source))
+                copy = self.graph.node_copy(node, lambda source: copies.get(source, source))
                 copies[node] = copy
-                self._late.add(copy)
+                self.late.add(copy)
                 is_tied = not tied.isdisjoint(copy.all_input_nodes)
-                if not is_tied and never is not None and not _is_view(copy):
+                if not is_tied and never is not None and not is_view(copy):
                     is_tied = self._tie(copy, never)
                 if is_tied:
                     tied.add(copy)
@@ -273,15 +275,11 @@ class _Again:
 
     def _never(self, before: Node) -> Node | None:
         """A node that is always false, but depends on the backward pass up to ``before``."""
-        latest = None
-        for node in self._graph.nodes:
-            if node is before:
-                break
-            value = node.meta.get("val")
-            if node in self._late and isinstance(value, torch.Tensor) and value.numel():
-                latest = node
-        if latest is None:
-            return None
+        latest = before.prev
+        while latest not in self.late or not _has_elements(latest.meta.get("val")):
+            if latest.op == "root":
+                return None
+            latest = latest.prev
         for _ in range(latest.meta["val"].dim()):
             latest = self._call(_aten.select.int, latest, 0, 0)
         unequal, equal = (
@@ -300,25 +298,19 @@ class _Again:
             return False
         operand = min(operands, key=lambda node: node.meta["val"].numel())
         value = operand.meta["val"]
-        with self._graph.inserting_before(copy):
+        with self.graph.inserting_before(copy):
             zero = self._call(_aten.full.default, [], 0, dtype=value.dtype, device=value.device)
             copy.replace_input_with(operand, self._call(_aten.where.self, never, zero, operand))
         return True
 
     def _call(self, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
-        node = call(self._graph, target, *args, **kwargs)
-        self._late.add(node)
+        node = call(self.graph, target, *args, **kwargs)
+        self.late.add(node)
         return node
 
 
-def _has_effect(node: Node) -> bool:
-    """Whether an operation has an effect; torch says so of waiting for a collective too."""
-    is_collective = getattr(node.target, "namespace", None) == "_c10d_functional"
-    return node.is_impure() and not is_collective
-
-
-def _is_view(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.is_view
+def _has_elements(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 0
 
 
 # -- graphs with writes ----------------------------------------------------------------------------

@@ -39,6 +39,8 @@ _SITE = os.path.join("", "site-packages", "")
 class _Place(NamedTuple):
     file: str
     line: int
+    call: int
+    """Where the call stands in the code of the line."""
     execution: int
 
 
@@ -84,9 +86,10 @@ class Executions:
             if known[file] if file in known else self._belongs_to_user(frame, file):
                 break
             called, frame = frame, frame.f_back
-        self.place = place = None if frame is None else (file, frame.f_lineno)
-        if place is None:
+        if frame is None:
+            self.place = None
             return
+        self.place = place = file, frame.f_lineno
         if called is not self._called:
             self._called = called
             self._number += 1
@@ -94,7 +97,7 @@ class Executions:
             # looking through the whole stack takes a while: only where it matters
             self._is_asked_for = self._counts[place] > LIMIT and _is_asked_for(innermost)
         if not self._is_asked_for:
-            node.meta[_PLACE] = _Place(*place, self._number)
+            node.meta[_PLACE] = _Place(*place, frame.f_lasti, self._number)
             if node.target is operator.getitem:
                 node.all_input_nodes[0].meta.setdefault(_PLACE, node.meta[_PLACE])
 
@@ -121,7 +124,7 @@ def file_and_line(node: Node) -> tuple[str, int] | None:
 
 def set_place(node: Node, file: str, number: int) -> None:
     """Say where a node of a graph that was not traced comes from."""
-    node.meta[_PLACE] = _Place(file, number, 0)
+    node.meta[_PLACE] = _Place(file, number, 0, 0)
 
 
 def keep_places(made: Mapping[Node, Iterable[Node]], *, instead: bool = False) -> None:
@@ -165,11 +168,11 @@ def repeated(graph: GraphModule) -> Repeated | None:
             place = node.meta.get(_PLACE)
             if place is None:
                 continue
-            key = place.file, place.line, node.target, _shapes(node.meta.get("val"))
+            key = *place[:3], node.target, _shapes(node.meta.get("val"))
             times, latest = counts.get(key, (0, -1))
             if latest != place.execution:
                 counts[key] = times + 1, place.execution
-        for (file, number, target, _), (times, _) in counts.items():
+        for (file, number, _, target, _), (times, _) in counts.items():
             if times > most.times:
                 most = Repeated(line(file, number), times, str(target))
     return most if most.line else None

@@ -113,20 +113,14 @@ class _Call(NamedTuple):
     """Of a copy."""
 
 
-class _Noted(NamedTuple):
-    """A call of a kernel in the code."""
-
-    kernel: int
-    addresses: tuple[int, ...]
-
-
 @dataclass
 class _Notes:
     """What code does with its inputs."""
 
     buffers: list[torch.Tensor] = field(default_factory=list)
     """That it made: they all stay, so that no two have the same address."""
-    calls: list[_Noted] = field(default_factory=list)
+    calls: list[tuple[int, list[int]]] = field(default_factory=list)
+    """The address of a kernel, and those that it got."""
     fits: bool = True
     """Whether kernels got tensors only."""
 
@@ -143,7 +137,7 @@ class _Notes:
             self.fits &= len(args) <= _MAX_ARGUMENTS
             self.fits &= all(isinstance(each, torch.Tensor) for each in args)
             if self.fits:
-                self.calls.append(_Noted(address, tuple(each.data_ptr() for each in args)))
+                self.calls.append((address, [each.data_ptr() for each in args]))
 
         return noted
 
@@ -231,7 +225,7 @@ def replay_of(code: Any, carry: Tensors, xs: Tensors, reads: Tensors) -> Replay 
     # clones, so that no two have the same address
     inputs = [x.clone() for x in (*carry, *(x[0] for x in xs), *reads)]
     results = noting(*owner, list(inputs))
-    found = _Places(notes, inputs, len(carry), len(xs)).replay(results) if notes.fits else None
+    found = _replay(notes, inputs, results, len(carry), len(xs)) if notes.fits else None
     return found if found is not None and _agrees(found, code, carry, xs, reads) else None
 
 
@@ -279,60 +273,44 @@ def _address(value: Any) -> int | None:
     return ctypes.cast(ctypes.CDLL(file).kernel, ctypes.c_void_p).value
 
 
-class _Places:
-    """Tells where a value lies from its address in the step that was noted."""
+def _replay(
+    notes: _Notes, inputs: Tensors, results: Tensors, num_carry: int, num_rows: int
+) -> Replay | None:
+    """The calls that were noted for a step, with the places of what lies at their addresses."""
+    buffers = {x.data_ptr(): x for x in notes.buffers}
+    size = sum(x.nbytes + _ALIGNMENT for x in buffers.values())
+    is_plain = all(x.is_contiguous() and x.numel() for x in results)
+    if 0 in buffers or size > _MAX_BYTES or not is_plain:
+        return None
+    # the pieces of a run: scratch, both carries, rows, reads, outputs
+    places: list[tuple[torch.Tensor, Place]] = []
+    for k, x in enumerate(inputs):
+        odd = 1 + k + num_carry
+        is_row = num_carry <= k < num_carry + num_rows
+        places.append((x, Place(1 + k if k < num_carry else odd, odd, 0, x.nbytes * is_row)))
+    copies: list[tuple[Place, torch.Tensor]] = []
+    for k, x in enumerate(results):
+        number = 1 + len(inputs) + k
+        target = (
+            Place(1 + k + num_carry, 1 + k) if k < num_carry else Place(number, number, 0, x.nbytes)
+        )
+        buffer = buffers.get(x.data_ptr())
+        if buffer is not None and buffer.nbytes == x.nbytes:
+            # of results that are one buffer, the first is written in its place
+            places.append((buffers.pop(x.data_ptr()), target))
+        else:
+            copies.append((target, x))
+    scratch = 0
+    for x in buffers.values():
+        places.append((x, Place(0, 0, scratch)))
+        scratch += -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT
 
-    def __init__(
-        self, notes: _Notes, inputs: list[torch.Tensor], num_carry: int, num_rows: int
-    ) -> None:
-        self._notes = notes
-        self._num_carry = num_carry
-        self._ranges: list[tuple[int, int, Place]] = []
-        for k, x in enumerate(inputs):
-            # the pieces of a run: scratch, both carries, rows, reads, outputs
-            odd = 1 + k + num_carry
-            is_row = num_carry <= k < num_carry + num_rows
-            self._note(x, Place(1 + k if k < num_carry else odd, odd, 0, x.nbytes * is_row))
-        self._first_output = 1 + num_carry + len(inputs)
-
-    def _note(self, x: torch.Tensor, place: Place) -> None:
-        self._ranges.append((x.data_ptr(), x.data_ptr() + x.nbytes, place))
-
-    def replay(self, results: Tensors) -> Replay | None:
-        buffers = {x.data_ptr(): x for x in self._notes.buffers}
-        size = sum(x.nbytes + _ALIGNMENT for x in buffers.values())
-        is_plain = all(x.is_contiguous() and x.numel() for x in results)
-        if 0 in buffers or size > _MAX_BYTES or not is_plain:
-            return None
-        copies: list[tuple[Place, torch.Tensor]] = []
-        for k, x in enumerate(results):
-            target = self._target(k, x)
-            buffer = buffers.get(x.data_ptr())
-            if buffer is not None and buffer.nbytes == x.nbytes:
-                # of results that are one buffer, the first is written in its place
-                self._note(buffers.pop(x.data_ptr()), target)
-            else:
-                copies.append((target, x))
-        scratch = 0
-        for x in buffers.values():
-            self._note(x, Place(0, 0, scratch))
-            scratch += -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT
-        calls = [
-            _Call(kernel, tuple(map(self._place, addresses)))
-            for kernel, addresses in self._notes.calls
-        ]
-        calls += [_Call(0, (target, self._place(x.data_ptr())), x.nbytes) for target, x in copies]
-        return Replay(tuple(calls), self._num_carry, scratch)
-
-    def _target(self, k: int, x: torch.Tensor) -> Place:
-        """Where a result is to lie."""
-        if k < self._num_carry:
-            return Place(1 + k + self._num_carry, 1 + k)
-        number = self._first_output + k - self._num_carry
-        return Place(number, number, 0, x.nbytes)
-
-    def _place(self, address: int) -> Place:
-        for begin, end, place in self._ranges:
-            if begin <= address < end:
-                return place._replace(offset=place.offset + address - begin)
+    def place(address: int) -> Place:
+        for x, place in places:
+            if x.data_ptr() <= address < x.data_ptr() + x.nbytes:
+                return place._replace(offset=place.offset + address - x.data_ptr())
         raise AssertionError("a kernel got memory that its code did not make")
+
+    calls = [_Call(kernel, tuple(map(place, addresses))) for kernel, addresses in notes.calls]
+    calls += [_Call(0, (target, place(x.data_ptr())), x.nbytes) for target, x in copies]
+    return Replay(tuple(calls), num_carry, scratch)

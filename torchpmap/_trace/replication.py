@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ from torchpmap._trace.graphs import (
     Met,
     current_capture,
     inner_graphs,
+    is_view,
     kind_of_node,
     met,
     placeholders,
@@ -160,8 +162,7 @@ def _memory(node: Node, bases: Mapping[Node, Hashable]) -> Hashable:
         return number
     if node.target is operator.getitem:
         return bases[node.all_input_nodes[0]]
-    is_view = getattr(node.target, "is_view", False)
-    shared = written_by(node) or (node.all_input_nodes if is_view else [])
+    shared = written_by(node) or (node.all_input_nodes if is_view(node) else [])
     return bases[shared[0]] if shared else node
 
 
@@ -220,45 +221,36 @@ def differing(
     return varying_nodes(graph, varying_inputs, along_lines(lines, groups), known)
 
 
+@dataclass
 class Replication:
     """In a trace: which of its values are known to be the same on which devices."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        held: Sequence[Sequence[int]],
-        varying_closures: Callable[[], Collection[Node]],
-        groups: Mapping[str, Partition],
-        node_of: Callable[[torch.Tensor], Node | None],
-    ) -> None:
-        """
-        Args:
-            graph: under construction.
-            held: per argument of the trace, after the index of the device: a number for every
-                device, equal for devices that hold equal blocks.
-            varying_closures: gives the nodes of closures that may differ.
-            groups: the process groups by name, as indices of devices.
-            node_of: gives the node of a value; None for one that is not computed in the graph.
-        """
-        self._graph = graph
-        self._held = held
-        self._closures = varying_closures
-        self._groups = groups
-        self._node_of = node_of
-        self._varying: dict[Partition, tuple[int, set[Node]]] = {}
-        """Per lines: the length of the graph, and the nodes that may differ."""
+    graph: Graph
+    """Under construction."""
+    held: Sequence[Sequence[int]]
+    """Per argument of the trace, after the index of the device: a number for every device, equal
+    for devices that hold equal blocks.
+    """
+    varying_closures: Callable[[], Collection[Node]]
+    """Gives the nodes of closures that may differ."""
+    groups: Mapping[str, Partition]
+    """The process groups by name, as indices of devices."""
+    node_of: Callable[[torch.Tensor], Node | None]
+    """Gives the node of a value; None for one that is not computed in the graph."""
+    known: dict[Partition, tuple[int, set[Node]]] = field(default_factory=dict)
+    """Per lines: the length of the graph, and the nodes that may differ."""
 
     def settle(self, demands: Sequence[Demand]) -> list[torch.Tensor]:
         """The outputs.  Blocks that must be the same but may differ are broadcast from the first
         device, or refused.
         """
-        inside = (each.group for node in self._graph.nodes for each in _met_in(node))
+        inside = (each.group for node in self.graph.nodes for each in _met_in(node))
         for group in dict.fromkeys(inside):
-            if group in self._groups:
-                lines = self._groups[group]
+            if group in self.groups:
+                lines = self.groups[group]
                 varying = self._varying_along(lines)
-                _refuse_deadlocks(self._graph, group, varying, along_lines(lines, self._groups))
-        nodes = [self._node_of(demand.block) for demand in demands]
+                _refuse_deadlocks(self.graph, group, varying, along_lines(lines, self.groups))
+        nodes = [self.node_of(demand.block) for demand in demands]
         # before broadcasts make the graph longer
         differing = [
             [a for a in demand.same_along if node is not None and self.varies(node, a)]
@@ -269,20 +261,20 @@ class Replication:
 
     def is_same(self, value: torch.Tensor, axis: Axis) -> bool:
         """Whether a value is proved to be the same along an axis of devices."""
-        node = self._node_of(value)
+        node = self.node_of(value)
         return node is None or not self.varies(node, axis)
 
     def varies(self, node: Node, axis: Axis) -> bool:
         return axis.size > 1 and node in self._varying_along(peers(axis))
 
     def _varying_along(self, lines: Partition) -> set[Node]:
-        length, found = self._varying.get(lines, (-1, set()))
-        if length != len(self._graph.nodes):
-            index, *arguments = placeholders(self._graph)
-            values = index_values(self._graph, index, sum(map(len, lines)))
-            values |= dict(zip(arguments, self._held, strict=False))  # closures follow
-            found = differing(self._graph, values, lines, self._groups, self._closures())
-            self._varying[lines] = len(self._graph.nodes), found
+        length, found = self.known.get(lines, (-1, set()))
+        if length != len(self.graph.nodes):
+            index, *arguments = placeholders(self.graph)
+            values = index_values(self.graph, index, sum(map(len, lines)))
+            values |= dict(zip(arguments, self.held, strict=False))  # closures follow
+            found = differing(self.graph, values, lines, self.groups, self.varying_closures())
+            self.known[lines] = len(self.graph.nodes), found
         return found
 
 

@@ -87,7 +87,7 @@ class TracedViews:
         """The part of ``base``; ``key``: what stands in ``[]``, or None."""
         copy = take(base, entries)
         storage, under = _storage(copy), _storage(base)
-        if storage is not None and under is not None:
+        if storage and under:
             writes = self._writes.setdefault(under, 0)
             self._writes[storage] = 0
             self._views[storage] = _View(
@@ -100,11 +100,11 @@ class TracedViews:
         """Let copies stand for themselves: a vmap stacks its rows, so its results are no views."""
         for value in tree_leaves(rows):
             if isinstance(value, torch.Tensor) and is_batched(value):
-                self._views.pop(_storage(value) or 0, None)
+                self._views.pop(_storage(value), None)
 
     def has(self, base: torch.Tensor, key: Any, value: Any) -> bool:
         """Whether ``value`` is ``base[key]`` itself, as in ``base[key] += 1``."""
-        view = self._views.get(_storage(value) or 0)
+        view = self._views.get(_storage(value))
         return (
             view is not None
             and (view.copy is value and view.base is base and view.key is key)
@@ -130,7 +130,7 @@ class TracedViews:
         if not self._views or self._is_busy:
             return
         for value in tree_leaves(arguments):
-            view = self._views.get(_storage(value) or 0)
+            view = self._views.get(_storage(value))
             if view is not None:
                 self._refresh(view)
 
@@ -142,7 +142,7 @@ class TracedViews:
         roots = [self._root(storage) for storage in written]
         views = [self._views[storage] for storage in written if storage in self._views]
         for view in views:
-            if roots.count(self._root(_storage(view.copy) or 0)) > 1:
+            if roots.count(self._root(_storage(view.copy))) > 1:
                 raise NotImplementedError(
                     f"at {users_line()}: one call writes to several parts of a tensor, of which "
                     f"{view.line} is at a traced position, so the parts may be the same. Write to "
@@ -168,18 +168,18 @@ class TracedViews:
 
     def _root(self, storage: int) -> int:
         while storage in self._views:
-            storage = _storage(self._views[storage].base) or 0
+            storage = _storage(self._views[storage].base)
         return storage
 
     def _write_back(self, view: _View) -> None:
         put(view.base, view.entries, view.copy)
-        under = _storage(view.base) or 0
+        under = _storage(view.base)
         view.seen = self._writes[under]
         if under in self._views:
             self._write_back(self._views[under])
 
     def _is_stale(self, view: _View) -> bool:
-        under = _storage(view.base) or 0
+        under = _storage(view.base)
         return view.seen != self._writes[under] or (
             under in self._views and self._is_stale(self._views[under])
         )
@@ -200,12 +200,12 @@ class TracedViews:
                 "that it is a part of. Index that tensor again (or .clone() the view before the "
                 "write, to keep the old values)."
             )
-        under = self._views.get(_storage(view.base) or 0)
+        under = self._views.get(_storage(view.base))
         if under is not None:
             self._refresh(under)
         with self._busy(), at_depth(view.depth), torch.enable_grad():
             view.copy.copy_(take(view.base, view.entries))
-        view.seen = self._writes[_storage(view.base) or 0]
+        view.seen = self._writes[_storage(view.base)]
 
 
 class _CountWrites(TorchDispatchMode):
@@ -285,5 +285,6 @@ def _versions(key: Any) -> list[int]:
         return [x._version for x in tensors]
 
 
-def _storage(value: Any) -> int | None:
-    return storage_number(value) if isinstance(value, torch.Tensor) else None
+def _storage(value: Any) -> int:
+    """The number of its storage; 0 for a value without one."""
+    return (storage_number(value) or 0) if isinstance(value, torch.Tensor) else 0

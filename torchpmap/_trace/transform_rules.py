@@ -58,6 +58,7 @@ from torchpmap._base.torch_internals import (
     transforms,
     without_onednn,
 )
+from torchpmap._collectives.varying import tensors_in
 from torchpmap._trace.idioms import note_call
 from torchpmap._trace.indexing import traced_indexing
 from torchpmap._trace.remat import checkpoints_replaced
@@ -232,7 +233,7 @@ _OF_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 
 def _joined(func: Any, data: Any, dtype: Any = None, device: Any = None, **named: Any) -> Any:
     """``torch.tensor([x, 2 * x])`` of numbers that have no values; None if there are none."""
-    leaves = _numbers(data)
+    leaves = tree_leaves(data)
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     if not any(map(_is_unknown, tensors)) or any(x.dim() for x in tensors):
         return None
@@ -249,12 +250,6 @@ def _joined(func: Any, data: Any, dtype: Any = None, device: Any = None, **named
 
     joined = whole(data)
     return joined.requires_grad_() if named.get("requires_grad") else joined
-
-
-def _numbers(data: Any) -> list[Any]:
-    if not isinstance(data, list | tuple):
-        return [data]
-    return [leaf for part in data for leaf in _numbers(part)]
 
 
 def _is_unknown(tensor: torch.Tensor) -> bool:
@@ -287,7 +282,7 @@ def _recurrent(func: Any, args: Any) -> Callable[..., Any] | None:
     name = getattr(func, "__name__", "")
     if name not in _RECURRENT or func is not getattr(VF, name):
         return None
-    is_batched = has_transforms() and any(map(_is_batched, _tensors(args)))
+    is_batched = has_transforms() and any(map(_is_batched, tensors_in(args)))
     if name == "lstm_cell":
         return _lstm_cell if is_batched else None
     # (data, batch_sizes, hx, params, ...) or (input, hx, params, ...)
@@ -295,7 +290,7 @@ def _recurrent(func: Any, args: Any) -> Callable[..., Any] | None:
     num_layers, dropout, train = args[5:8] if is_packed else args[4:7]
     if train and dropout > 0 and num_layers > 1:
         return functools.partial(_layer_by_layer, func, 2 if is_packed else 1)
-    unknown = filter(_is_unknown, _tensors(args))
+    unknown = filter(_is_unknown, tensors_in(args))
     if not is_batched and all(x.device.type in ("cpu", "meta") for x in unknown):
         return None
 
@@ -351,10 +346,6 @@ def _lstm_cell(
     return gates[3].sigmoid() * cell.tanh(), cell
 
 
-def _tensors(args: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-
-
 # -- torch.library.custom_op -----------------------------------------------------------------------
 
 
@@ -408,6 +399,10 @@ class _Call:
         positional, named = tree_unflatten(leaves, self.structure)
         return tuple(positional), named
 
+    def run(self, leaves: Any) -> tuple[Any, ...]:
+        args, kwargs = self.arguments(leaves)
+        return self.flat(self.definition._opoverload(*args, **kwargs))
+
     def flat(self, results: Any) -> tuple[Any, ...]:
         leaves, self.results = tree_flatten(results)
         return tuple(leaves)
@@ -417,8 +412,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> Any:
         *leaves, call = inputs
-        args, kwargs = call.arguments(leaves)
-        return call.flat(call.definition._opoverload(*args, **kwargs))
+        return call.run(leaves)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -486,13 +480,9 @@ class _Function(torch.autograd.Function):
             ]
             for k in range(info.batch_size)
         ]
-        results = [call.flat(_apply_row(call, row)) for row in rows]
-        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
-
-
-def _apply_row(call: _Call, leaves: list[Any]) -> Any:
-    args, kwargs = call.arguments(leaves)
-    return call.definition._opoverload(*args, **kwargs)
+        results = map(call.run, rows)
+        stacked = tuple(map(torch.stack, zip(*results, strict=True)))
+        return stacked, (0,) * len(stacked)
 
 
 def _spread(gradient: Any, places: list[Any]) -> list[Any]:

@@ -163,8 +163,9 @@ class _Torchpmap(torch.autograd.Function):
         return tuple(results), tuple(dims)
 
 
-def inexact(tensors: Tensors) -> list[int]:
-    return [k for k, x in enumerate(tensors) if is_inexact(x)]
+def inexact(values: Sequence[Any]) -> tuple[int, ...]:
+    """The places of those, tensors or layouts, that can have derivatives."""
+    return tuple(k for k, x in enumerate(values) if is_inexact(x))
 
 
 def zeros_or(given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

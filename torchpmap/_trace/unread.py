@@ -38,7 +38,7 @@ def drop_unread(module: GraphModule) -> None:
         for inner in inner_modules(node) if node.op == "call_function" else ():
             drop_unread(inner)
         if is_scan:
-            _drop_inputs(node)
+            drop_unused_inputs(node)
 
 
 def _drop_outputs(node: Node) -> None:
@@ -55,7 +55,8 @@ def _drop_outputs(node: Node) -> None:
     node.meta["val"] = tuple(node.meta["val"][k] for k in kept)
 
 
-def _drop_inputs(node: Node) -> None:
+def drop_unused_inputs(node: Node) -> None:
+    """Remove rows and reads of a scan that its body does not use."""
     (body,) = inner_modules(node)
     init, xs, reads = (list(each) for each in node.args[1:])  # type: ignore[arg-type]
     places = placeholders(body.graph)[len(init) :]
@@ -66,4 +67,5 @@ def _drop_inputs(node: Node) -> None:
     for place in places:
         if place not in kept:
             body.graph.erase_node(place)
+    body.recompile()
     node.args = (node.args[0], init, [xs[k] for k in used], tuple(reads[k] for k in read))

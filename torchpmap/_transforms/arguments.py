@@ -22,7 +22,7 @@ from torchpmap._base.config import check_timeout
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import call_prefix
 from torchpmap._base.pytree import flatten_call
-from torchpmap._layout.grid import cut_at, dim_of
+from torchpmap._layout.grid import cut_at
 from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.escaped import Escaped
 from torchpmap._transforms.call import (
@@ -78,24 +78,6 @@ class Options(MapOptions):
         return call_prefix("pmap", self.name, self.in_axes, self.axis_name)
 
 
-@dataclass(frozen=True)
-class RowArguments(CallArguments):
-    """A call of a function that gets rows."""
-
-    size: int
-    spans: bool
-    """Whether the rows are those of all processes, not only of this one."""
-
-    @property
-    def axes(self) -> tuple[int | None, ...]:
-        """Per leaf, the dim that is mapped."""
-        return tuple(dim_of(cut or (), 0) for cut in self.cuts)
-
-    def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
-        mapped = dim_of(self.cuts[position] or (), 0)
-        return [size for dim, size in enumerate(shape) if dim != mapped]
-
-
 def split_statics(
     options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -148,7 +130,7 @@ def take_apart(
     kwargs: dict[str, Any],
     num_devices: int | None,
     spans: bool = False,
-) -> RowArguments:
+) -> CallArguments:
     """Check a call (statics already wrapped) against the options; raises before anything is traced
     or sent.
     """
@@ -156,10 +138,7 @@ def take_apart(
     leaves, structure = flatten_call(args, kwargs)
     paths = structure.call_paths(names)
     axes = [*_positional_axes(options, names, args, kwargs), *_keyword_axes(options, kwargs)]
-    infos = []
-    for path, leaf in zip(paths, leaves, strict=True):
-        shape, dtype = describe(leaf, path, options)
-        infos.append((path, shape, dtype))
+    infos = [describe(leaf, path, options) for path, leaf in zip(paths, leaves, strict=True)]
     size = mapped_axis_size(infos, axes, what="pmap", axis_size=options.axis_size)
     if size is None:
         size = num_devices if options.devices is not None else None
@@ -177,7 +156,7 @@ def take_apart(
         for axis, (_, shape, _) in zip(axes, infos, strict=True)
     )
     flags = donated(args, kwargs, options.donate_argnums, options.donate_argnames)
-    return RowArguments(leaves, structure, tuple(paths), flags, cuts, size, spans)
+    return CallArguments(leaves, structure, tuple(paths), flags, cuts, (size,), spans)
 
 
 def _positional_axes(
@@ -241,34 +220,22 @@ def check_in_axes(in_axes: Any) -> None:
         check_axis_spec(in_axes, "pmap in_axes")
 
 
-def make_options(
-    name: str,
-    *,
-    static_broadcasted_argnums: Any,
-    static_broadcasted_argnames: Any,
-    donate_argnums: Any,
-    donate_argnames: Any,
-    devices: Sequence[Device] | None,
-    backend: str | None,
-    compile: Any,
-    timeout: float | None,
-    **others: Any,
-) -> Options:
-    """The settings of ``pmap``, checked; ``others``: those that stay as they are."""
-    check_axis_name(others["axis_name"])
-    check_in_axes(others["in_axes"])
-    check_axis_spec(others["out_axes"], "pmap out_axes")
-    static = as_tuple(static_broadcasted_argnums, "pmap: static_broadcasted_argnums", int)
-    donate = as_tuple(donate_argnums, "pmap: donate_argnums", int)
-    static_names = as_tuple(static_broadcasted_argnames, "pmap: static_broadcasted_argnames", str)
-    donate_names = as_tuple(donate_argnames, "pmap: donate_argnames", str)
+def make_options(name: str, **given: Any) -> Options:
+    """The settings of ``pmap``, checked."""
+    check_axis_name(given["axis_name"])
+    check_in_axes(given["in_axes"])
+    check_axis_spec(given["out_axes"], "pmap out_axes")
+    (static, static_names), (donate, donate_names) = (
+        [as_tuple(given.pop(key), f"pmap: {key}", kind) for key, kind in (numbers, names)]
+        for numbers, names in _PICKED
+    )
     if set(static) & set(donate) or set(static_names) & set(donate_names):
         raise ValueError(
             f"pmap: static_broadcasted_argnums {list(static or static_names)} and donate_argnums "
             f"{list(donate or donate_names)} cannot intersect."
         )
-    check_randomness("pmap", others["randomness"])
-    axis_size = others["axis_size"]
+    check_randomness("pmap", given["randomness"])
+    axis_size, timeout = given["axis_size"], given.pop("timeout")
     if axis_size is not None and (type(axis_size) is not int or axis_size < 1):
         raise ValueError(f"pmap: axis_size must be a positive int, but got {axis_size!r}.")
     return Options(
@@ -277,12 +244,18 @@ def make_options(
         static_argnames=static_names,
         donate_argnums=donate,
         donate_argnames=donate_names,
-        devices=_device_list(devices),
-        platform=backend,
-        backend=parse_compile(compile),
+        devices=_device_list(given.pop("devices")),
+        platform=given.pop("backend"),
+        backend=parse_compile(given.pop("compile")),
         timeout=None if timeout is None else check_timeout("pmap: timeout", timeout),
-        **others,
+        **given,
     )
+
+
+_PICKED = (
+    (("static_broadcasted_argnums", int), ("static_broadcasted_argnames", str)),
+    (("donate_argnums", int), ("donate_argnames", str)),
+)
 
 
 def _device_list(devices: Sequence[Device] | None) -> tuple[Device, ...] | None:

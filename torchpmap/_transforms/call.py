@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import operator
-import sys
+import reprlib
 import types
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 
 from torchpmap._base.ambient import Ambient
+from torchpmap._base.axis_spec import LeafInfo
+from torchpmap._base.errors import kind_of
 from torchpmap._base.exact import Pictures, exact
 from torchpmap._base.pytree import Structure, flatten_call
 from torchpmap._base.sources import is_foreign
-from torchpmap._layout.grid import Cut, Grid
+from torchpmap._layout.grid import Cut, Grid, block_shape, dim_of
 from torchpmap._plan.lower import Target
+from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.compile import EAGER, Backend
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.escaped import Escaped
@@ -65,11 +66,9 @@ class MapOptions(CallOptions):
     """The options that mapped functions have."""
 
     randomness: str
-
-    @property
-    def static_advice(self) -> str:
-        """How an argument is made static."""
-        return "Make it static (static_broadcasted_argnums or static_broadcasted_argnames)"
+    static_advice: ClassVar[str] = (
+        "Make it static (static_broadcasted_argnums or static_broadcasted_argnames)"
+    )
 
 
 class Static:
@@ -142,6 +141,20 @@ class CallArguments:
     is_donated: tuple[bool, ...]
     cuts: tuple[Cut | None, ...]
     """Per leaf; None for static and empty leaves."""
+    sizes: tuple[int, ...]
+    """Of the grid that they cut values over."""
+    spans: bool | None = None
+    """Of rows, whether they are those of all processes, not only of this one; None of blocks."""
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return self.sizes[0]
+
+    @property
+    def axes(self) -> tuple[int | None, ...]:
+        """Per leaf, the dim of the rows."""
+        return tuple(dim_of(cut or (), 0) for cut in self.cuts)
 
     @property
     def template(self) -> tuple[Block | Constant, ...]:
@@ -169,9 +182,54 @@ class CallArguments:
         """The entries for leaves that travel."""
         return [per_leaf[position] for position in self.positions]
 
+    def of_kinds(self) -> CallArguments:
+        """The same with the kinds of the leaves in their places, which keep no tensors."""
+        return replace(self, leaves=list(map(leaf_kind, self.leaves)))
+
+    def check_same(self, leaves: Sequence[Any], structure: Structure, options: MapOptions) -> None:
+        """Raise unless the arguments of another call are of these kinds."""
+        if structure != self.structure or structure.dict_order != self.structure.dict_order:
+            raise TypeError(
+                f"{options.prefix}: function compiled with input pytree {self.structure} does not "
+                f"match the input pytree it was called with: {structure}"
+            )
+        for path, leaf, known in zip(self.paths, leaves, self.leaves, strict=True):
+            describe(leaf, path, options)
+            kind = leaf_kind(leaf)
+            if kind != known:
+                raise TypeError(
+                    f"{options.prefix}: argument types differ from the types for which this "
+                    f"computation was compiled: argument {path} compiled with {told(known)} and "
+                    f"called with {told(kind)}"
+                )
+
     def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
         """The shape that the function sees of a leaf of this shape."""
-        raise NotImplementedError
+        block = block_shape(shape, self.cuts[position] or (), self.sizes)
+        dropped = None if self.spans is None else self.axes[position]
+        return [size for dim, size in enumerate(block) if dim != dropped]
+
+
+def leaf_kind(leaf: Any) -> Any:
+    """What must be the same of an argument for the same program: a static value itself, of others
+    shape and dtype.
+    """
+    if leaf is None or isinstance(leaf, Static):
+        return leaf
+    tensor = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
+    return tuple(tensor.shape), tensor.dtype
+
+
+def told(kind: Any) -> str:
+    """A kind, as messages say it."""
+    if kind is None:
+        return "None"
+    if isinstance(kind, Static):
+        try:
+            return f"the static value {kind.value!r}"
+        except Exception:  # code of the user's, which no call needs
+            return f"the static value {reprlib.repr(kind.value)}"
+    return kind_of(*kind)
 
 
 def donated(
@@ -187,9 +245,10 @@ def donated(
     return tuple(flag for flag, x in given for _ in range(flatten_call((x,), {})[1].num_leaves))
 
 
-def describe(leaf: Any, path: str, options: MapOptions) -> tuple[tuple[int, ...] | None, str]:
+def describe(leaf: Any, path: str, options: MapOptions) -> LeafInfo:
+    """An argument, or the error for what can be none."""
     if leaf is None or isinstance(leaf, Static):
-        return None, "none"
+        return path, None, "none"
     what = f"{options.prefix}: argument {path}"
     if isinstance(leaf, Escaped):
         leaf.refuse(what)
@@ -197,15 +256,13 @@ def describe(leaf: Any, path: str, options: MapOptions) -> tuple[tuple[int, ...]
         reason = oddity(leaf)
         if reason is not None:
             raise TypeError(f"{what} {reason}")
-        return tuple(leaf.shape), str(leaf.dtype)
-    if isinstance(leaf, np.ndarray | np.generic):
+    elif isinstance(leaf, np.ndarray | np.generic):
         check_dtype(leaf, what)
-        return tuple(leaf.shape), str(leaf.dtype)
-    if isinstance(leaf, bool | int | float | complex):
+    elif isinstance(leaf, bool | int | float | complex):
         check_number(leaf, what)
-        return (), type(leaf).__name__
-    if hasattr(leaf, "__dlpack__"):
-        return tuple(leaf.shape), str(leaf.dtype)
+        return path, (), type(leaf).__name__
+    if hasattr(leaf, "__dlpack__") or isinstance(leaf, np.generic):
+        return path, tuple(leaf.shape), str(leaf.dtype)
     raise TypeError(
         f"{what} has type {type(leaf).__name__}, but a mapped function takes tensors, numpy "
         f"arrays, numbers and None (in any pytree). {options.static_advice}, "
@@ -263,17 +320,6 @@ def as_tuple(value: Any, what: str, kind: type) -> tuple[Any, ...]:
             f"{what} must be {kind.__name__} or an iterable of {kind.__name__}, but got {value!r}."
         )
     return items
-
-
-def reduced(mapped: Any) -> Any:
-    """How a function that a front end has made is pickled: as functions are, by its name, if a
-    decorator has made it; but other processes have another ``__main__``.
-    """
-    with contextlib.suppress(AttributeError):  # another callable may have no name
-        module, name = sys.modules.get(mapped.__module__), mapped.__qualname__
-        if operator.attrgetter(name)(module) is mapped and mapped.__module__ != "__main__":
-            return name
-    return mapped.made_of()
 
 
 def name_of(fun: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import numpy as np
 import torch
 
+from torchpmap._base.arrays import for_torch
 from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.errors import check_array, dtype_name, kind_of
 from torchpmap._base.pytree import flatten, replaced
@@ -166,7 +167,7 @@ def value_and_grad(
     @outside_graphs
     @functools.wraps(fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        where = [_position(k, positions, len(args)) for k in positions]
+        where = _places(positions, len(args))
         leaves, structure = flatten(tuple(args[k] for k in where))
 
         shared, own = _split(mean_over)
@@ -243,15 +244,20 @@ def _mean(result: Any, over: tuple[Hashable, ...], leaves: list[Any], has_aux: b
     return (value, aux) if has_aux else value
 
 
-def _position(argnum: int, argnums: list[int], count: int) -> int:
-    if -count <= argnum < count:
-        return argnum % count
-    needed = argnum + 1 if argnum >= 0 else -argnum
-    raise TypeError(
-        f"differentiating with respect to argnums={argnums[0] if len(argnums) == 1 else argnums} "
-        f"requires at least {needed} positional arguments to be passed by the caller, but got only "
-        f"{count} positional arguments."
-    )
+def _places(argnums: list[int], count: int) -> list[int]:
+    for argnum in argnums:
+        if not -count <= argnum < count:
+            needed = argnum + 1 if argnum >= 0 else -argnum
+            told = argnums[0] if len(argnums) == 1 else argnums
+            raise TypeError(
+                f"differentiating with respect to argnums={told} requires at least {needed} "
+                "positional arguments to be passed by the caller, but got only "
+                f"{count} positional arguments."
+            )
+    places = [argnum % count for argnum in argnums]
+    if len(set(places)) < len(places):
+        raise TypeError(f"argnums={argnums} must name each of {count} arguments once.")
+    return places
 
 
 def _differentiable(leaf: Any) -> torch.Tensor:
@@ -261,7 +267,7 @@ def _differentiable(leaf: Any) -> torch.Tensor:
             f"{type(leaf).__name__}."
         )
     check_array(leaf, "grad: an argument")
-    tensor = leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf)
+    tensor = leaf if isinstance(leaf, torch.Tensor) else torch.tensor(for_torch(leaf))
     if not tensor.is_floating_point() and not tensor.is_complex():
         raise TypeError(
             "grad requires real- or complex-valued inputs (input dtype that is a sub-dtype of "
@@ -292,7 +298,7 @@ def _kinds(value: Any) -> str:
 def _scalar(value: Any) -> torch.Tensor:
     if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
         check_array(value, "grad: the result")
-        value = torch.tensor(value)
+        value = torch.tensor(for_torch(value))
     if not isinstance(value, torch.Tensor):
         is_pair = isinstance(value, tuple | list) and len(value) == 2
         hint = " Did you mean has_aux=True, for a pair (value, aux)?" if is_pair else ""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -49,8 +49,6 @@ from torchpmap._transforms.preparation import Preparation, refuse_aliased_donati
 from torchpmap._transforms.rows import run_rows
 from torchpmap.random._streams import are_active, draw_key, no_stream, peek_key
 
-_Call = TypeVar("_Call", bound=CallArguments)
-
 _HINT = (
     "This call runs in the calling process (torchpmap.debug.fake_pmap, or the runtime 'inline'), "
     "all rows at once under torch.func.vmap, where a value of a single row does not exist. Write "
@@ -60,21 +58,20 @@ _HINT = (
 )
 
 
-def run_here(preparation: Preparation[_Call], call: _Call) -> Any:
+def run_here(preparation: Preparation, call: CallArguments) -> Any:
     """Run a call with all its rows on the device it is made on, inside a mapped function."""
     program = preparation.whole_program(call)
     # copies: the function may write to its arguments, and return views of them
     blocks = [_copied(leaf) for leaf in call.travelling(call.leaves)]
-    run = functools.partial(_run, blocks)
+
+    def run(program: Program) -> Outcome:
+        return program.run(blocks, None)
+
     outcome = run(program) if are_active() else _with_key(program, run)
     for claim, check in zip(outcome.checked, outcome.checks, strict=True):
         text = not_replicated(program.prefix, claim, "{distance}", program.otherwise)
         check_equal(check, text)
     return outcome.returned
-
-
-def _run(blocks: Sequence[torch.Tensor], program: Program) -> Outcome:
-    return program.run(blocks, None)
 
 
 def _with_key(program: Program, run: Callable[[Program], Outcome]) -> Outcome:
@@ -98,7 +95,7 @@ def _with_key(program: Program, run: Callable[[Program], Outcome]) -> Outcome:
     return outcome
 
 
-def run_inline(preparation: Preparation[_Call], call: _Call) -> Any:
+def run_inline(preparation: Preparation, call: CallArguments) -> Any:
     """Run a call in this process, after the checks that the devices' own calls get."""
     prefix = preparation.options.prefix
     preparation.check_devices(call)
@@ -108,25 +105,20 @@ def run_inline(preparation: Preparation[_Call], call: _Call) -> Any:
     records = torch.set_grad_enabled(torch.is_grad_enabled())  # stays off in inference mode
     # settings that the function changes are restored; its tensors are ordinary, as on the devices
     with applied(ambient()), torch.inference_mode(False), records:
-        return _run_whole(program, leaves)
+        blocks = list(map(_own, leaves))
+        outcome = _with_key(program, functools.partial(_run_whole, blocks))
+        found = zip(outcome.checked, map(_largest, outcome.checks), strict=True)
+        check_replicated(prefix, found, program.otherwise)
+        return outcome.change_blocks(_result).returned
 
 
-def _run_whole(program: Program, leaves: Sequence[Any]) -> Any:
-    """Run a program on whole values; the results are plain tensors."""
-    blocks = [_own(leaf) for leaf in leaves]
+def _run_whole(blocks: Sequence[torch.Tensor], program: Program) -> Outcome:
     generator = torch.default_generator.get_state()
-
-    def run(program: Program) -> Outcome:
-        outcome = (_one_by_one if serial() else _as_lanes)(program, blocks)
-        if not torch.equal(generator, torch.default_generator.get_state()):
-            torch.default_generator.set_state(generator)
-            raise NotImplementedError(no_stream(program.prefix))
-        return outcome
-
-    outcome = _with_key(program, run)
-    found = zip(outcome.checked, map(_largest, outcome.checks), strict=True)
-    check_replicated(program.prefix, found, program.otherwise)
-    return outcome.change_blocks(_result).returned
+    outcome = (_one_by_one if serial() else _as_lanes)(program, blocks)
+    if not torch.equal(generator, torch.default_generator.get_state()):
+        torch.default_generator.set_state(generator)
+        raise NotImplementedError(no_stream(program.prefix))
+    return outcome
 
 
 def _result(whole: torch.Tensor, cut: Cut) -> torch.Tensor:

@@ -11,7 +11,6 @@ import reprlib
 import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, cast, overload
@@ -28,13 +27,7 @@ from torchpmap._base.config import config
 from torchpmap._base.errors import TraceError, kind_of
 from torchpmap._base.sources import defined_at
 from torchpmap._base.storages import own_strides
-from torchpmap._base.torch_internals import (
-    break_graph,
-    is_traced,
-    is_transformed,
-    num_modes,
-)
-from torchpmap._layout import axis_stack
+from torchpmap._base.torch_internals import break_graph, is_transformed
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import with_sharding_constraint
@@ -46,10 +39,9 @@ from torchpmap._trace.pickling import Made
 from torchpmap._trace.snapshot import Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
-from torchpmap._transforms.call import reduced
 from torchpmap._transforms.jit_containers import Changes, NotingChanges, are_given_twice
 from torchpmap._transforms.jit_program import (
-    JitCall,
+    SHARED,
     JitOptions,
     LoweredProgram,
     Options,
@@ -58,8 +50,8 @@ from torchpmap._transforms.jit_program import (
 )
 from torchpmap._transforms.jit_stores import Look, Storing, storing
 from torchpmap._transforms.jit_transforms import Body, Outline
-from torchpmap._transforms.jit_values import leaf_key
-from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, map_with, outside_dynamo
+from torchpmap._transforms.jit_values import JitCall, leaf_key
+from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, is_part, map_with, outside_dynamo
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import peek_key, streams_of
 
@@ -108,9 +100,6 @@ class Jitted(Made, Generic[_P, _R]):
     def __repr__(self) -> str:
         return f"<jit of {self._options.name}>"
 
-    def __reduce__(self) -> Any:
-        return reduced(self)
-
     def made_of(self) -> tuple[Any, ...]:
         return Jitted, (self.__wrapped__, self._options)
 
@@ -129,8 +118,10 @@ class Jitted(Made, Generic[_P, _R]):
             return cast(_R, fun(*args, **kwargs))
         try:
             if config.sought and nans.is_due():
-                again = nullcontext if not self._is_traced else _with_numbers_of_next
-                return cast(_R, nans.checked(self, args, kwargs, self._options.name, again=again))
+                again: dict[str, Any] = {}
+                if self._is_traced:  # with the random numbers that the next call draws
+                    again["again"] = lambda: streams_of(peek_key())
+                return cast(_R, nans.checked(self, args, kwargs, self._options.name, **again))
             if not self._is_traced:
                 return cast(_R, self._by_operation(args, kwargs))
             if is_transformed():
@@ -142,8 +133,7 @@ class Jitted(Made, Generic[_P, _R]):
 
     def _is_part(self) -> bool:
         """Whether a call is no program of its own: in a mapped function or a trace."""
-        is_part = axis_stack.bound() or (num_modes() and is_traced())
-        return bool(is_part or inline_mode.active())
+        return is_part() or inline_mode.active()
 
     @boundary
     def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> LoweredProgram:
@@ -152,7 +142,7 @@ class Jitted(Made, Generic[_P, _R]):
         Raises:
             TraceError: the function cannot be traced, or is never traced (``compile=False``).
         """
-        call = JitCall(self._fun, args, kwargs)
+        call = self._taken(args, kwargs)
         program = self._program(call, self._make)[0] if self._is_traced else None
         if program is None:
             prefix = self._options.prefix
@@ -163,8 +153,10 @@ class Jitted(Made, Generic[_P, _R]):
         program, taken = self._program_of(args, kwargs, self._make)
         if program is None:
             return self._by_operation(args, kwargs)
-        if program.refuses(taken) or program.changes.meet((args, kwargs)):
-            reason = "it writes to an argument that shares its value with another or a closure"
+        reason = program.refuses(taken)
+        if reason is None and program.changes.meet((args, kwargs)):
+            reason = SHARED
+        if reason is not None:
             verdict = Untraceable(reason, self._options.where, "a copy of one of them")
             self._traces.untraced(self._options, verdict, _BY_OPERATION)
             return self._by_operation(args, kwargs)
@@ -186,11 +178,14 @@ class Jitted(Made, Generic[_P, _R]):
             return self.__wrapped__(*args, **kwargs)
         return outline.changes.put_back(outline.call(taken), (args, kwargs))
 
+    def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JitCall:
+        return JitCall(self._fun, args, kwargs, self._options.prefix)
+
     def _program_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], make: Callable[..., Any]
     ) -> _Found:
         try:
-            return self._program(JitCall(self._fun, args, kwargs), make)
+            return self._program(self._taken(args, kwargs), make)
         except TraceError:
             raise
         except Exception:
@@ -228,6 +223,7 @@ class Jitted(Made, Generic[_P, _R]):
         return None
 
     def _traced(self, key: Hashable, call: JitCall, make: Callable[..., Any]) -> _Found:
+        call.check()
         self._note(call, make is not self._make)
         call.fun = noting = NotingChanges(call.fun, self._options.where)
         objects = tuple(call.objects())
@@ -281,7 +277,7 @@ class Jitted(Made, Generic[_P, _R]):
 
     def _note(self, call: JitCall, is_outline: bool) -> None:
         """Count a trace, and warn if there are too many."""
-        named = dict(zip(call.structure.paths("argument"), call.leaves, strict=True))
+        named = dict(zip(call.names, call.leaves, strict=True))
         tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
         places = {name: x._alive()[0] for name, x in tensors.items() if type(x) is ShardedTensor}
         kinds: dict[str, Hashable] = {name: _described(x) for name, x in named.items()}
@@ -301,7 +297,8 @@ class _Derived(Jitted[..., Any]):
     """A derivative or a batched form of a jitted function, on tensors that no transform follows."""
 
     def __init__(self, of: Jitted[..., Any], body: Body, alike: Sequence[int]) -> None:
-        super().__init__(_no_surroundings, replace(of._options, out_shardings=None))
+        # what ``Outline`` watches is read by the function that is derived
+        super().__init__(cast(Any, lambda: None), replace(of._options, out_shardings=None))
         self._options = of._options
         self._fun = lambda *tensors: body(tensors)
         self._make = functools.partial(Program, alike=alike)
@@ -316,15 +313,6 @@ def _outlined(complete: Callable[..., Any], call: JitCall, look: Look, where: st
         if not slot.is_mode:
             raise slot.refusal(where)
     return program
-
-
-def _with_numbers_of_next() -> AbstractContextManager[None]:
-    """Random numbers are those that the next call of a program draws."""
-    return streams_of(peek_key())
-
-
-def _no_surroundings() -> None:
-    """What ``Outline`` watches is read by the function that is derived."""
 
 
 def _laid_out(fun: Callable[..., Any], out_shardings: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
 from torchpmap._base.ambient import ambient, for_graph
 from torchpmap._base.devices import Device
-from torchpmap._base.pytree import flatten, flatten_call
-from torchpmap._base.sources import users_line
 from torchpmap._base.storages import own_strides
-from torchpmap._base.torch_internals import hooks_of, innermost
+from torchpmap._base.torch_internals import hooks_of
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.plan import Captured, Drawn, Plan
 from torchpmap._plan.stages import LoweredPlan
@@ -33,23 +29,19 @@ from torchpmap._sharded.spread import NotOnBlocks
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded
 from torchpmap._sharded.transfer import gather
 from torchpmap._sharded.views import is_linked, linked, write
-from torchpmap._trace.capture import is_real
 from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.graphs import results_of
-from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
-from torchpmap._trace.whole_capture import reals
 from torchpmap._transforms.call import CallOptions
 from torchpmap._transforms.jit_containers import Changes
 from torchpmap._transforms.jit_gradient import Derivable, overwritten
 from torchpmap._transforms.jit_values import (
     RESULT,
-    Again,
     Argument,
     ClosedOver,
-    Copied,
     GradientOf,
+    JitCall,
     Kept,
     Place,
     StepNumbers,
@@ -86,79 +78,11 @@ def make_options(name: str, *, compile: Any, **others: Any) -> Options:
     return Options(name=name, backend=parse_compile(compile), **others)
 
 
-class JitCall:
-    """A call, taken apart."""
-
-    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self.fun = fun
-        leaves, self.structure = flatten_call(args, kwargs)
-        self.leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
-        self.tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
-
-    def objects(self) -> list[Any]:
-        """The arguments of which the function may read more than is compared."""
-        return [x for x in self.leaves if not isinstance(x, torch.Tensor | SIMPLE)]
-
-    def without_tensors(self) -> JitCall:
-        """The same, for calls with others; it keeps none alive."""
-        other = copy.copy(self)
-        other.leaves = [_TENSOR if isinstance(x, torch.Tensor) else x for x in self.leaves]
-        other.tensors = []
-        return other
-
-    def returned(self, given: Sequence[torch.Tensor]) -> Any:
-        """Call the function with other tensors."""
-        rest = iter(given)
-        is_tensor = [leaf is _TENSOR or isinstance(leaf, torch.Tensor) for leaf in self.leaves]
-        leaves = zip(self.leaves, is_tensor, strict=True)
-        args, kwargs = self.structure.unflatten([next(rest) if x else leaf for leaf, x in leaves])
-        return self.fun(*args, **kwargs)
-
-    def of_tensors(self, given: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-        """The same; see ``whole.Fun``."""
-        values, tree = flatten(self.returned(given))
-        places: dict[int, Any] = {key: ClosedOver(x) for key, x in reals().items()}
-        places |= {id(x): Argument(k) for k, x in enumerate(given)}
-        template: list[Any] = []
-        results = []
-        for value in values:
-            if id(value) in places:
-                template.append(places[id(value)])
-            elif isinstance(value, torch.Tensor) and is_real(value):
-                if not is_real(innermost(value)):
-                    reason = "it returns a tensor of a transform that has ended"
-                    raise Untraceable(reason, users_line(), "what the transform returns")
-                template.append(ClosedOver(value))
-            elif isinstance(value, torch.Tensor):
-                places[id(value)] = Again(len(template))
-                template.append(RESULT)
-                results.append(value)
-            else:
-                _refuse_hidden(value)
-                is_fixed = isinstance(value, SIMPLE)
-                template.append(value if is_fixed else Copied(value))
-        return (tree, template), results
-
-
-def _refuse_hidden(value: Any) -> None:
-    """Raise for a result with tensors that no call could give values."""
-    inside = vars(value).values() if hasattr(value, "__dict__") else ()
-    inside = value if isinstance(value, list | tuple | set | frozenset) else inside
-    if any(isinstance(x, torch.Tensor) and not is_real(x) for x in inside):
-        kind = type(value).__name__
-        raise TypeError(
-            f"jit: the function returns tensors in a {kind}, which is no pytree. Return a tuple or "
-            f"a dict, or register {kind} with torch.utils._pytree.register_dataclass or "
-            "register_pytree_node."
-        )
-
-
 _EQUAL = (
     "Make them equal (torchpmap.multihost.broadcast; for a seed, torch.manual_seed with one "
     "number), or cut rows among the devices with torchpmap.shard_batch."
 )
-_TENSOR = object()
-"""Stands for one among the leaves of a call."""
+SHARED = "it writes to an argument that shares its value with another or a closure"
 
 
 class Program:
@@ -190,7 +114,7 @@ class Program:
         self._inputs = [self._input(x, seed, place(x), traced) for x in traced.captured]
         self._inputs += [Value(Argument(k), place(x)) for k, x in enumerate(tensors)]
         self._check_equal(call, options.prefix, devices)
-        self._direct = [each.closed_over() for each in self._inputs]
+        self._direct = list(map(_closed_over, self._inputs))
         inputs_of = {id(x): k for k, x in enumerate(traced.captured)}
         self._counted = [inputs_of[id(each.vector)] for each in traced.counted]
         """Places of the inputs that follow what a call returns."""
@@ -231,7 +155,7 @@ class Program:
         """Raise if processes give different host values: their copies of the results would differ.
         Once for each kind of call, as it waits for all of them.
         """
-        pairs = zip(call.structure.paths("argument"), call.leaves, strict=True)
+        pairs = zip(call.names, call.leaves, strict=True)
         paths = [path for path, leaf in pairs if isinstance(leaf, torch.Tensor)]
         given = [each.given(call.tensors, paths) for each in self._inputs]
         named = {f"{prefix}: {name} (input {k})": x for k, (name, x) in enumerate(given)}
@@ -325,24 +249,28 @@ class Program:
                 found[k] = seen[id(x)]
         return found
 
-    def refuses(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a write could reach one value under two names, which the graph does not know."""
+    def refuses(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        """Why a write would not do what it does in the function: it reaches one value under two
+        names, which the graph does not know, or a copy.
+        """
         if not self._writes:
-            return False
+            return None
         places, own = self._changed
+        if any(hasattr(tensors[k], "is_copy") for k in places):
+            return "it writes to a NumPy array with which no tensor can share memory"
         names: list[set[int]] = []
         for k, x in enumerate(tensors):
             mine = set(map(id, linked(x))) if type(x) is ShardedTensor else {id(x)}
             shared = mine & self._own.keys()
             if shared and (k in places or not shared.isdisjoint(own)):
-                return True
+                return SHARED
             if any((k in places or j in places) and mine & names[j] for j in range(k)):
-                return True
+                return SHARED
             names.append(mine)
         if self._plain is None:
-            return False
+            return None
         plain = [*self._plain, *(x for x in tensors if type(x) is not ShardedTensor)]
-        return len({x.untyped_storage()._cdata for x in plain}) < len(plain)
+        return SHARED if len({x.untyped_storage()._cdata for x in plain}) < len(plain) else None
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         held = [
@@ -427,6 +355,12 @@ def _like(made: torch.Tensor, source: torch.Tensor | None) -> Layout | None:
     if type(source) is not ShardedTensor or source.shape != made.shape:
         return None
     return source._alive()[0] if source.dtype == made.dtype else None
+
+
+def _closed_over(given: Any) -> Any:
+    """The tensor of an input that is the same in each call, and lies as it did in the first."""
+    place = given.place if isinstance(given, Value) else None
+    return place.tensor if isinstance(place, ClosedOver) else None
 
 
 def layout_of_gradient(leaf: Any) -> Any:

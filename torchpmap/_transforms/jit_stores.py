@@ -24,8 +24,7 @@ from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.snapshot import Slot, Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms.jit_containers import Changes, may_change
-from torchpmap._transforms.jit_program import JitCall
-from torchpmap._transforms.jit_values import leaf_key
+from torchpmap._transforms.jit_values import JitCall, leaf_key
 
 _MAX_TRACES = 6
 """To find all places: a list that is shifted shows one more in each."""
@@ -182,7 +181,7 @@ def _with_state(
 
     if slots:
         args, kwargs = call.structure.unflatten(call.leaves)
-        return JitCall(run, (state.tensors, args, kwargs), {})
+        return JitCall(run, (state.tensors, args, kwargs), {}, where)
     other = copy.copy(call)
     other.fun = lambda *args, **kwargs: run((), args, kwargs)
     return other

@@ -43,8 +43,8 @@ from torchpmap._trace.transformable import jvp_of, vjp_of
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
 from torchpmap._transforms.jit_containers import Changes
-from torchpmap._transforms.jit_program import RESULT, JitCall, Options, kinds_of, layout_of_gradient
-from torchpmap._transforms.jit_values import returned
+from torchpmap._transforms.jit_program import Options, kinds_of, layout_of_gradient
+from torchpmap._transforms.jit_values import RESULT, JitCall, returned
 from torchpmap.random._streams import batched_key, draw_key, new_seed, streams_of
 
 Body = Callable[[Tensors], list[torch.Tensor]]

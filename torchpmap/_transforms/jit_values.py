@@ -1,4 +1,4 @@
-"""Where the values of a jitted call come from, and where its effects go.
+"""A jitted call: its arguments, where its values come from, and where its effects go.
 
 A ``Place`` is a tensor of the caller's.  An input of the program is a ``Value`` (what such a tensor
 holds on the devices), ``Kept`` (a tensor of this process), or ``StepNumbers``.
@@ -9,20 +9,30 @@ from __future__ import annotations
 import copy
 import weakref
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from torchpmap._base.exact import exact
+from torchpmap._base.pytree import flatten, flatten_call
+from torchpmap._base.sources import users_line
 from torchpmap._base.storages import own_strides
+from torchpmap._base.torch_internals import innermost
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.plan import Captured, Drawn
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import ShardedTensor
+from torchpmap._sharded.transfer import host_tensor
+from torchpmap._trace.capture import is_real
+from torchpmap._trace.kinds import check_dtype, oddity
 from torchpmap._trace.optimizers import Numbers
+from torchpmap._trace.reach import SIMPLE
+from torchpmap._trace.untraceable import Untraceable
+from torchpmap._trace.whole_capture import reals
 from torchpmap.random._streams import peek_key
 
 
@@ -33,7 +43,8 @@ def leaf_key(leaf: Any) -> Hashable:
     grad = leaf.requires_grad and (leaf.is_leaf or "computed")
     if type(leaf) is ShardedTensor:
         return leaf._alive()[0], own_strides(leaf), grad
-    return tuple(leaf.shape), leaf.dtype, own_strides(leaf), grad
+    shape = None if leaf.is_nested else tuple(leaf.shape)
+    return shape, leaf.dtype, own_strides(leaf), grad, leaf.layout, type(leaf)
 
 
 class Argument(NamedTuple):
@@ -102,15 +113,104 @@ def returned(
     return found
 
 
+_TENSOR = object()
+"""Stands for one among the leaves of a call."""
+
+
+class JitCall:
+    """A call, taken apart."""
+
+    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, prefix: str) -> None:
+        """``prefix``: the function, as messages name it."""
+        self.fun, self._prefix = fun, prefix
+        self.leaves, self.structure = flatten_call(args, kwargs)
+        for k, x in enumerate(self.leaves):
+            if isinstance(x, np.ndarray):
+                self.leaves[k] = self._of_array(x, k)
+        self.tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
+
+    @property
+    def names(self) -> list[str]:
+        """The leaves, as messages name them."""
+        return self.structure.paths("argument")
+
+    def _of_array(self, x: np.ndarray[Any, Any], k: int) -> torch.Tensor:
+        check_dtype(x, f"{self._prefix}: {self.names[k]}")
+        made = host_tensor(x)
+        if not np.may_share_memory(x, made.numpy()):
+            made.is_copy = True  # type: ignore[attr-defined]
+        return made
+
+    def check(self) -> None:
+        """Raise for tensors that cannot be on devices."""
+        for name, x in zip(self.names, self.leaves, strict=True):
+            reason = oddity(x) if isinstance(x, torch.Tensor) else None
+            if reason is not None:
+                raise TypeError(f"{self._prefix}: {name} {reason}")
+
+    def objects(self) -> list[Any]:
+        """The arguments of which the function may read more than is compared."""
+        return [x for x in self.leaves if not isinstance(x, torch.Tensor | SIMPLE)]
+
+    def without_tensors(self) -> JitCall:
+        """The same, for calls with others; it keeps none alive."""
+        other = copy.copy(self)
+        other.leaves = [_TENSOR if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        other.tensors = []
+        return other
+
+    def returned(self, given: Sequence[torch.Tensor]) -> Any:
+        """Call the function with other tensors."""
+        rest = iter(given)
+        is_tensor = [leaf is _TENSOR or isinstance(leaf, torch.Tensor) for leaf in self.leaves]
+        leaves = zip(self.leaves, is_tensor, strict=True)
+        args, kwargs = self.structure.unflatten([next(rest) if x else leaf for leaf, x in leaves])
+        return self.fun(*args, **kwargs)
+
+    def of_tensors(self, given: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        """The same; see ``whole.Fun``."""
+        values, tree = flatten(self.returned(given))
+        places: dict[int, Any] = {key: ClosedOver(x) for key, x in reals().items()}
+        places |= {id(x): Argument(k) for k, x in enumerate(given)}
+        template: list[Any] = []
+        results = []
+        for value in values:
+            if id(value) in places:
+                template.append(places[id(value)])
+            elif isinstance(value, torch.Tensor) and is_real(value):
+                if not is_real(innermost(value)):
+                    reason = "it returns a tensor of a transform that has ended"
+                    raise Untraceable(reason, users_line(), "what the transform returns")
+                template.append(ClosedOver(value))
+            elif isinstance(value, torch.Tensor):
+                places[id(value)] = Again(len(template))
+                template.append(RESULT)
+                results.append(value)
+            else:
+                _refuse_hidden(value)
+                is_fixed = isinstance(value, SIMPLE)
+                template.append(value if is_fixed else Copied(value))
+        return (tree, template), results
+
+
+def _refuse_hidden(value: Any) -> None:
+    """Raise for a result with tensors that no call could give values."""
+    inside = vars(value).values() if hasattr(value, "__dict__") else ()
+    inside = value if isinstance(value, list | tuple | set | frozenset) else inside
+    if any(isinstance(x, torch.Tensor) and not is_real(x) for x in inside):
+        kind = type(value).__name__
+        raise TypeError(
+            f"jit: the function returns tensors in a {kind}, which is no pytree. Return a tuple or "
+            f"a dict, or register {kind} with torch.utils._pytree.register_dataclass or "
+            "register_pytree_node."
+        )
+
+
 class Value(NamedTuple):
     """A tensor on the devices, as an input.  It keeps no blocks: these may be donated."""
 
     place: Place
     layout: Layout
-
-    def closed_over(self) -> Any:
-        """The tensor, if it is the same in each call, and lies as it did in the first."""
-        return self.place.tensor if isinstance(self.place, ClosedOver) else None
 
     def given(self, tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple[str, Any]:
         """What a message calls it, and its value; ``paths``: of the tensors."""
@@ -126,9 +226,6 @@ class Kept(NamedTuple):
     """A tensor of this process, or the key of random numbers, as an input."""
 
     captured: Captured
-
-    def closed_over(self) -> None:
-        return None
 
     def given(self, tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple[str, Any]:
         if isinstance(self.captured, Drawn):
@@ -152,9 +249,6 @@ class StepNumbers:
         self._held: tuple[bytes, Handle] | None = None
         """Values, and where the devices have them."""
         _holders.add(self)
-
-    def closed_over(self) -> None:
-        return None
 
     def given(self, tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple[str, Any]:
         values = torch.tensor(self.numbers.read(), dtype=torch.float64)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import (
     Any,
     Concatenate,
@@ -63,12 +63,12 @@ from torchpmap._trace.pickling import Made
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
 from torchpmap._transforms.call import (
+    CallArguments,
     CallOptions,
     MapOptions,
     Static,
     check_function,
     name_of,
-    reduced,
     takes_keywords,
 )
 from torchpmap._transforms.preparation import Preparation, Prepared, refuse_aliased_donation
@@ -79,7 +79,10 @@ _R = TypeVar("_R")
 _Instance = TypeVar("_Instance")
 
 _MAX_PREPARED = 4096
-"""Prepared calls, and plans, that a function keeps."""
+"""Calls that a function keeps prepared."""
+
+_MAX_INSTANCES = 64
+"""Of a class, whose methods keep what was prepared for them; the oldest are forgotten."""
 
 _MAX_TRACES = 3
 """Of a call, if other threads change what the function reads while it is traced."""
@@ -93,46 +96,19 @@ NO_PART_OF_A_GRAPH = (
 _is_grad_enabled = torch.is_grad_enabled
 
 
+def is_part() -> bool:
+    """Whether a call is no program of its own: in a mapped function or a trace."""
+    return bool(axis_stack.bound() or (num_modes() and is_traced()))
+
+
 @disable_dynamo
 def outside_dynamo(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """A call in a function that ``torch.compile`` compiles: between its graphs, untouched."""
     return call(*args, **kwargs)
 
 
-class _Method:
-    """A bound method that does not keep its instance alive."""
-
-    def __init__(
-        self, fun: Callable[..., Any], instance: Any, forget: Callable[[Any], Any]
-    ) -> None:
-        functools.update_wrapper(self, fun, updated=())
-        self._fun = fun
-        self._instance = weakref.ref(instance, forget)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        instance = self._instance()
-        assert instance is not None  # the caller of a mapped method holds it
-        return types.MethodType(self._fun, instance)
-
-    @__wrapped__.setter
-    def __wrapped__(self, _: Any) -> None:
-        """Ignore what update_wrapper sets: it is the unbound function."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        method: Any = self.__wrapped__
-        return types.MethodType, (self._fun, method.__self__)
-
-
 class Mapped(Made, Generic[_P, _R]):
     """A function mapped over devices, called like the function."""
-
-    __slots__ = ("__dict__", "__weakref__", "_instance")
-    _instance: Any
-    """Of a bound method; no part of the dict, which all handles of the method share."""
 
     __wrapped__: Callable[_P, _R]
     _split: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
@@ -143,7 +119,7 @@ class Mapped(Made, Generic[_P, _R]):
     """Whether a method's own arguments begin with ``self``: the instance is static."""
 
     def __init__(
-        self, fun: Callable[_P, _R], options: MapOptions, preparation: Preparation[Any]
+        self, fun: Callable[_P, _R], options: MapOptions, preparation: Preparation
     ) -> None:
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
@@ -151,7 +127,7 @@ class Mapped(Made, Generic[_P, _R]):
         self._options = options
         self._runtime: Runtime | None = None
         self._preparation = preparation
-        self._prepared: dict[Hashable, Prepared] = {}
+        self._prepared = preparation.prepared
         self._takes_keywords = takes_keywords(fun)
         """Whether the function may see the order of keyword arguments."""
         self._latest: tuple[Hashable, Prepared | None] = (None, None)
@@ -160,11 +136,14 @@ class Mapped(Made, Generic[_P, _R]):
             expect_compiling()
         self._bound_methods: dict[int, Self] = {}
         """By id of the instance: equal instances need not be the same."""
-        self._handle: Callable[[], Self | None] = lambda: None
-        """Of a bound method, a weak reference to what the caller holds."""
 
     def __reduce__(self) -> Any:
-        return reduced(self)
+        fun = self._fun
+        if isinstance(fun, types.MethodType):
+            found = getattr(fun.__self__, fun.__name__, None)
+            if isinstance(found, Mapped) and found._fun == fun:
+                return getattr, (fun.__self__, fun.__name__)
+        return super().__reduce__()
 
     def made_of(self) -> tuple[Any, ...]:
         return type(self), (self._fun, self._options)
@@ -188,23 +167,13 @@ class Mapped(Made, Generic[_P, _R]):
             return self
         if self._counts_self:
             return types.MethodType(self, instance)
-        key = id(instance)
-        bound = self._bound_methods.get(key)
+        bound = self._bound_methods.get(id(instance))
         if bound is None:
-            try:
-                method = _Method(self._fun, instance, lambda _: self._bound_methods.pop(key, None))
-            except TypeError:  # takes no weak references
-                return self._made(types.MethodType(self._fun, instance))
-            bound = self._bound_methods[key] = self._made(method)
-        return bound._handle() or bound._held_with(instance)
-
-    def _held_with(self, instance: Any) -> Self:
-        """This, for a caller who may hold nothing else of the instance: ``Model().method(x)``."""
-        handle = object.__new__(type(self))
-        handle.__dict__ = self.__dict__
-        handle._instance = instance
-        self._handle = weakref.ref(handle)
-        return handle
+            bound = self._made(types.MethodType(self._fun, instance))
+            if len(self._bound_methods) >= _MAX_INSTANCES:  # what a method reads keeps it alive
+                self._bound_methods.pop(next(iter(self._bound_methods)), None)
+            self._bound_methods[id(instance)] = bound
+        return bound
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if is_dynamo_compiling():
@@ -214,9 +183,9 @@ class Mapped(Made, Generic[_P, _R]):
             if config.sought and nans.is_due():
                 again: dict[str, Any] = {"among": self._processes, "gathered": self._gathered}
                 return cast(_R, nans.checked(self, args, kwargs, self._options.name, **again))
-            if self._has_statics:
-                args, kwargs = cast(Any, self._split(args, kwargs))
-            is_inside = bool(axis_stack.bound() or (num_modes() and is_traced()))
+            if self._has_statics or len(kwargs) > 1:
+                args, kwargs = cast(Any, self._ordered(args, kwargs))
+            is_inside = is_part()
             if is_inside or inline_mode.active():
                 if not is_inside:
                     recording.lacks(self._options.prefix, "in this process")
@@ -229,7 +198,7 @@ class Mapped(Made, Generic[_P, _R]):
     def _processes(self) -> Sequence[int]:
         """Those that have made the latest call."""
         _, prepared = self._latest
-        devices = () if prepared is None else prepared.grid.axis_devices
+        devices = () if prepared is None else prepared.target.grid.axis_devices
         return sorted({device.process_index for device in devices})
 
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -238,8 +207,6 @@ class Mapped(Made, Generic[_P, _R]):
         return found
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(kwargs) > 1 and not self._takes_keywords:
-            kwargs = dict(sorted(kwargs.items()))
         leaves, structure = flatten_call(args, kwargs)
         key = (
             structure,
@@ -252,9 +219,8 @@ class Mapped(Made, Generic[_P, _R]):
                 ]
             ),
         )
-        runtime = current_runtime()
-        if runtime is not self._runtime or self._environment.changed():
-            self._forget(runtime, self._environment.change())
+        if current_runtime() is not self._runtime or self._environment.changed():
+            self._forget(self._environment.change())
         # most calls are like the one before, and comparing two keys is quicker than hashing one
         latest, prepared = self._latest
         if key != latest:
@@ -262,7 +228,7 @@ class Mapped(Made, Generic[_P, _R]):
             self._latest = key, prepared
         if prepared is not None and prepared.plan.holds():
             return self._run(prepared, leaves)
-        self._limit(runtime)
+        self._limit()
         call = self._preparation.arguments_of(args, kwargs)
         with waiting(None):  # for all that follows together, of which each part says what it is
             for _ in range(_MAX_TRACES):
@@ -270,7 +236,7 @@ class Mapped(Made, Generic[_P, _R]):
                 self._latest = key, prepared
                 if not prepared.surroundings.changed():
                     break
-                self._forget(runtime, self._environment.change())
+                self._forget(self._environment.change())
             assert prepared is not None
             with prepared.surroundings.tracing():  # running may trace gradients
                 return self._run(prepared, leaves)
@@ -284,30 +250,54 @@ class Mapped(Made, Generic[_P, _R]):
             TypeError, ValueError: as the call itself.
             TraceError: the function cannot be traced, or is never traced (``compile=False``).
         """
-        if self._has_statics:
-            args, kwargs = cast(Any, self._split(args, kwargs))
-        if len(kwargs) > 1 and not self._takes_keywords:
-            kwargs = cast(Any, dict(sorted(kwargs.items())))
-        runtime = current_runtime()
-        if runtime is not self._runtime or self._environment.changed():
-            self._forget(runtime, self._environment.change())
-        self._limit(runtime)
-        call = self._preparation.arguments_of(args, kwargs)
+        given = cast(Any, self._ordered(args, kwargs))
+        if current_runtime() is not self._runtime or self._environment.changed():
+            self._forget(self._environment.change())
+        self._limit()
+        call = self._preparation.arguments_of(*given)
         prepared = self._preparation.prepare(call, has_numbers=False)
-        if isinstance(prepared.plan, UncompiledPlan):
+        plan = prepared.plan
+        if isinstance(plan, UncompiledPlan):
             prefix = self._options.prefix
             raise TraceError(f"{prefix}: it runs as Python code: there is no graph to show")
-        given = prepared.positions, prepared.paths, prepared.layouts
-        giving_up = functools.partial(self._giving_up, prepared)
-        return Lowered(prepared.plan, call.structure, *given, giving_up)
+        kept = replace(prepared, in_place=False, surroundings=prepared.surroundings.copy())
+        run = functools.partial(self._run_compiled, kept, call.of_kinds())
+        return Lowered(plan, prepared.paths, prepared.layouts, run)
 
-    def _limit(self, runtime: Runtime) -> None:
+    def _run_compiled(
+        self, prepared: Prepared, known: CallArguments, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run what ``lower`` has prepared; ``known``: the kinds of the arguments."""
+        if is_part():
+            return self(*args, **kwargs)
+        leaves, structure = flatten_call(*self._ordered(args, kwargs))
+        known.check_same(leaves, structure, self._options)
+        if not prepared.plan.holds() or prepared.surroundings.changed():
+            raise RuntimeError(
+                f"{self._options.prefix}: what the function reads from outside itself has changed "
+                "since it was lowered. Lower it again, or call the function, which notices it."
+            )
+        if config.sought:  # a call that is looked at runs again
+            return self(*args, **kwargs)
+        return self._run(prepared, leaves)
+
+    def _ordered(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with the static ones wrapped, and those by name in the order that counts."""
+        if self._has_statics:
+            args, kwargs = self._split(args, kwargs)
+        if len(kwargs) > 1 and not self._takes_keywords:
+            kwargs = dict(sorted(kwargs.items()))
+        return args, kwargs
+
+    def _limit(self) -> None:
         """Forget all if there is too much: statics and shapes that never repeat, for example."""
-        if max(len(self._prepared), self._preparation.num_plans) >= _MAX_PREPARED:
-            self._forget(runtime, f"it was called in more than {_MAX_PREPARED} ways")
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._forget(f"it was called in more than {_MAX_PREPARED} ways")
 
-    def _forget(self, runtime: Runtime, because: str) -> None:
-        self._prepared.clear()
+    def _forget(self, because: str) -> None:
+        runtime = current_runtime()
         self._latest = None, None
         self._preparation.clear(because, in_new_pool=runtime is not self._runtime)
         self._runtime = runtime
@@ -369,8 +359,7 @@ class Mapped(Made, Generic[_P, _R]):
                 raise NotImplementedError(text) from verdict
             values = [make_sharded(*output) for output in done.outputs]
             return done.tree(without_derivative(values, NotImplementedError, text, leaves))
-        instance = getattr(self, "_instance", None)
-        results = call_differentiable(differentiable, leaves, done, instance)
+        results = call_differentiable(differentiable, leaves, done)
         return (differentiable.plan.tree if done is None else done.tree)(results)
 
     def _giving_up(self, prepared: Prepared, leaves: Sequence[Any]) -> Callable[[], None] | None:

@@ -6,7 +6,6 @@ what each operation returns.  Every thread needs a mode of its own, so rows ask 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -16,11 +15,12 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torchpmap._base.axis_spec import argument_names
 from torchpmap._base.config import config
 from torchpmap._base.context import assigned
 from torchpmap._base.errors import kind_of
 from torchpmap._base.inexact import is_inexact
-from torchpmap._base.pytree import flatten, map_tensors, tree_leaves
+from torchpmap._base.pytree import flatten, flatten_call, map_tensors, tree_leaves
 from torchpmap._base.sources import is_users, line, users_frames
 from torchpmap._base.torch_internals import (
     FakeTensor,
@@ -271,14 +271,12 @@ def _searched(
 def _bad_arguments(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sought: tuple[str, ...]
 ) -> list[str]:
-    try:
-        named = inspect.signature(fun).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # the call itself says what is wrong with it
-        named = {"args": args, **kwargs}
+    leaves, structure = flatten_call(args, kwargs)
+    paths = structure.call_paths(argument_names(fun, len(args)))
     return [
         f"argument {path} holds {_count(x, sought)} before the call"
-        for name, value in named.items()
-        for path, x in _bad_leaves(value, name, sought)
+        for path, x in zip(paths, leaves, strict=True)
+        if isinstance(x, torch.Tensor) and holds(x, sought)
     ]
 
 

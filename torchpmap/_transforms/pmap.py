@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 import torch
 
+from torchpmap._base.arrays import for_torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.devices import Device
 from torchpmap._layout import axis_stack
@@ -49,7 +50,7 @@ class Pmapped(Mapped[_P, _R]):
         leaves = [
             (x.value if isinstance(x, Static) else x)
             if axis is None
-            else nans.whole(torch.as_tensor(x), axis)
+            else nans.whole(torch.as_tensor(for_torch(x)), axis)
             for x, axis in zip(call.leaves, call.axes, strict=True)
         ]
         found: tuple[Any, Any] = call.structure.unflatten(leaves)
@@ -66,12 +67,6 @@ class Pmapped(Mapped[_P, _R]):
         return (run_here if inside else run_inline)(self._preparation, call)
 
 
-class _Decorator(Protocol):
-    """``pmap(axis_name="i")``, without a function."""
-
-    def __call__(self, fun: Callable[_P, _R], /) -> Pmapped[_P, _R]: ...
-
-
 @overload
 def pmap(
     fun: Callable[_P, _R], axis_name: Hashable = None, **options: Unpack[PmapOptions]
@@ -79,7 +74,7 @@ def pmap(
 @overload
 def pmap(
     fun: None = None, axis_name: Hashable = None, **options: Unpack[PmapOptions]
-) -> _Decorator: ...
+) -> Callable[[Callable[_P, _R]], Pmapped[_P, _R]]: ...
 @boundary
 def pmap(
     fun: Callable[..., Any] | None = None,

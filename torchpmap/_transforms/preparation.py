@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -23,17 +24,15 @@ from torchpmap._plan.mapped_program import MappedProgram
 from torchpmap._plan.plan import Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._sharded.tensor import ShardedTensor
-from torchpmap._sharded.transfer import check_open, host_tensor
+from torchpmap._sharded.transfer import check_open
 from torchpmap._trace.environment import Environment, Surroundings, tensors_of
 from torchpmap._trace.kinds import insist
 from torchpmap._trace.program import Program
 from torchpmap._trace.repetition import unrolled
 from torchpmap._trace.untraceable import Untraceable
-from torchpmap._transforms.call import CallArguments, MapOptions, Static
+from torchpmap._transforms.call import CallArguments, MapOptions, Static, told
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import new_seed
-
-_Call = TypeVar("_Call", bound=CallArguments)
 
 _MAX_DESCRIBED = 8
 """How many arguments a note or a log names."""
@@ -45,21 +44,26 @@ class Prepared:
 
     plan: Plan | UncompiledPlan
     surroundings: Surroundings
+    in_place: bool
+    """Whether the key says that every block is where the plan wants it."""
     positions: tuple[int, ...]
     """Leaves that travel as blocks."""
     layouts: tuple[Layout, ...]
-    in_place: bool
-    """Whether the key says that every block is where the plan wants it."""
-    direct: Plan | None
-    """The plan, if its outputs need nothing more (``Plan.has_final_outputs``)."""
-    is_lone: bool
-    """Whether ``direct`` returns one value, in no container."""
     donated: tuple[int, ...]
     paths: tuple[str, ...]
     program: Program
-    grid: Grid
-    arguments: str
-    """As notes and logs name them."""
+    target: Target
+
+    @functools.cached_property
+    def direct(self) -> Plan | None:
+        """The plan, if its outputs need nothing more (``Plan.has_final_outputs``)."""
+        return self.plan if isinstance(self.plan, Plan) and self.plan.has_final_outputs else None
+
+    @functools.cached_property
+    def is_lone(self) -> bool:
+        """Whether ``direct`` returns one value, in no container."""
+        direct = self.direct
+        return direct is not None and direct.structure.root is None and not direct.nones
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +78,7 @@ class Decided:
     """What the plan depends on, besides the layouts and the leaves that stay."""
 
 
-class Preparation(Generic[_Call]):
+class Preparation:
     """The plans of one mapped function, by what they were made for.  A front end says what a call
     is (``arguments_of``), and how it lies on the devices (``decide``).
     """
@@ -84,43 +88,39 @@ class Preparation(Generic[_Call]):
         self.options = options
         self.environment = Environment(fun)
         """As of the traces of all plans."""
-        self._plans: dict[Hashable, Plan | UncompiledPlan] = {}
+        self.prepared: dict[Hashable, Prepared] = {}
+        """By the keys of calls, and by what their plans depend on, which is less."""
         self._differentiables: dict[Plan | UncompiledPlan, MappedProgram] = {}
         self._told_of_loops = False
         self._seed = new_seed()
         self._retraces = Retraces()
 
-    @property
-    def num_plans(self) -> int:
-        """How many plans there are."""
-        return len(self._plans)
-
     def clear(self, because: str, *, in_new_pool: bool = False) -> None:
         """Forget all plans; ``because``: why, as logs say it."""
-        if self._plans:
+        if self.prepared:
             self._retraces.because = because
-        self._plans.clear()
+        self.prepared.clear()
         self._differentiables.clear()
         if in_new_pool:
             self._retraces.clear()
 
-    def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         """Check a call (statics already wrapped) against the options, and take it apart."""
         raise NotImplementedError
 
-    def decide(self, call: _Call) -> Decided:
+    def decide(self, call: CallArguments) -> Decided:
         """Choose devices and layouts, or raise what is wrong with a call; nothing is sent."""
         raise NotImplementedError
 
-    def whole_program(self, call: _Call) -> Program:
+    def whole_program(self, call: CallArguments) -> Program:
         """The program of a call that runs in the calling process, on whole arguments."""
         raise NotImplementedError
 
-    def check_devices(self, call: _Call) -> None:
+    def check_devices(self, call: CallArguments) -> None:
         """Raise the errors of choosing devices for a call."""
         self.decide(call)
 
-    def prepare(self, call: _Call, *, has_numbers: bool = True) -> Prepared:
+    def prepare(self, call: CallArguments, *, has_numbers: bool = True) -> Prepared:
         """Find or make the plan of a call; ``has_numbers``: whether the call is to run, so that its
         arguments need numbers.
         """
@@ -137,8 +137,10 @@ class Preparation(Generic[_Call]):
         with surroundings.tracing():
             return self._plan_for(call, decided, surroundings)
 
-    def _plan_for(self, call: _Call, decided: Decided, surroundings: Surroundings) -> Prepared:
-        program, grid, layouts = decided.program, decided.grid, decided.layouts
+    def _plan_for(
+        self, call: CallArguments, decided: Decided, surroundings: Surroundings
+    ) -> Prepared:
+        program, layouts = decided.program, decided.layouts
         leaves, paths = call.travelling(call.leaves), tuple(call.travelling(call.paths))
         # before anything is sent
         refuse_aliased_donation(self.options.prefix, paths, call.donated, leaves)
@@ -157,37 +159,26 @@ class Preparation(Generic[_Call]):
             layouts,
             decided.key,
         )
-        arguments = _described(call)
-        plan = self._plans.get(kind)
-        if plan is None or not plan.holds():
-            broken = plan.broken_by() if isinstance(plan, Plan) else ""
-            if plan is not None:
-                self._differentiables.pop(plan, None)
-            self._note_trace(call, layouts, arguments, broken)
-            plan = self._plans[kind] = self._make_plan(program, layouts, grid, arguments)
-        direct = plan if isinstance(plan, Plan) and plan.has_final_outputs else None
-        return Prepared(
-            plan,
-            surroundings,
-            call.positions,
-            layouts,
-            in_place,
-            direct,
-            direct is not None and direct.structure.root is None and not direct.nones,
-            call.donated,
-            paths,
-            program,
-            grid,
-            arguments,
-        )
+        found = self.prepared.get(kind)
+        if found is None or not found.plan.holds():
+            broken = ""
+            if found is not None:
+                self._differentiables.pop(found.plan, None)
+                broken = found.plan.broken_by() if isinstance(found.plan, Plan) else ""
+            given = decided.grid, self._seed, ambient(), defined_at(self._fun), _described(call)
+            target = self.options.target(*given)
+            self._note_trace(call, layouts, target.arguments, broken)
+            plan = self._make_plan(target, program, layouts)
+            known = call.positions, layouts, call.donated, paths, program, target
+            found = self.prepared[kind] = Prepared(plan, surroundings, in_place, *known)
+        return replace(found, surroundings=surroundings, in_place=in_place)
 
     def differentiable(self, prepared: Prepared) -> MappedProgram:
         """The call as transforms see it."""
         found = self._differentiables.get(prepared.plan)
         if found is None:
-            target = self._target(prepared.grid, prepared.arguments)
             found = MappedProgram(
-                target,
+                prepared.target,
                 prepared.program,
                 prepared.layouts,
                 prepared.plan,
@@ -197,10 +188,6 @@ class Preparation(Generic[_Call]):
             self._differentiables[prepared.plan] = found
         return found
 
-    def _target(self, grid: Grid, arguments: str) -> Target:
-        where = defined_at(self._fun)
-        return self.options.target(grid, self._seed, ambient(), where, arguments)
-
     def _outside(self) -> frozenset[int]:
         """Ids of the tensors that the function can reach, if transforms trace the call; else
         empty.
@@ -208,16 +195,11 @@ class Preparation(Generic[_Call]):
         return frozenset(map(id, tensors_of(self._fun)) if is_transformed() else ())
 
     def _make_plan(
-        self,
-        program: Program,
-        layouts: tuple[Layout, ...],
-        grid: Grid,
-        arguments: str,
+        self, target: Target, program: Program, layouts: tuple[Layout, ...]
     ) -> Plan | UncompiledPlan:
         options = self.options
         if options.backend is not None:
             try:
-                target = self._target(grid, arguments)
                 plan = lower(target, program.run, layouts, self._outside())
             except Untraceable as verdict:
                 self._retraces.untraced(options, verdict, "without tracing (as compile=False)")
@@ -226,14 +208,14 @@ class Preparation(Generic[_Call]):
                     self._told_of_loops = True
                     warn(f"{options.prefix}: {unrolled(plan.repeated)}")
                 return plan
-        return UncompiledPlan(program, grid, options.prefix, options.timeout, defined_at(self._fun))
+        return UncompiledPlan(program, target.grid, target.prefix, target.timeout, target.where)
 
     def _note_trace(
-        self, call: _Call, layouts: Sequence[Layout], arguments: str, broken: str
+        self, call: CallArguments, layouts: Sequence[Layout], arguments: str, broken: str
     ) -> None:
         """Note and log a trace; ``broken``: why the plan for this kind of call does not hold."""
         names = [f"argument {path}" for path in call.paths]
-        kinds = dict(zip(names, map(_kind, call.leaves), strict=True))
+        kinds = dict(zip(names, map(told, call.of_kinds().leaves), strict=True))
         places = dict(zip(call.travelling(names), layouts, strict=True))
         self._retraces.tell(self.options, kinds, places, arguments, broken)
 
@@ -256,32 +238,15 @@ def refuse_aliased_donation(
                 )
 
 
-def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    tensor = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
-    return tuple(tensor.shape), tensor.dtype
-
-
-def _kind(leaf: Any) -> str:
-    if leaf is None:
-        return "None"
-    if isinstance(leaf, Static):
-        try:
-            return f"the static value {leaf.value!r}"
-        except Exception:  # code of the user's, which no call needs
-            return f"the static value {reprlib.repr(leaf.value)}"
-    shape, dtype = shape_and_dtype(leaf)
-    return kind_of(shape, dtype)
-
-
 def _described(call: CallArguments) -> str:
     """The first arguments of a call, as the function sees them: "arguments x float32[3], n = 2"."""
     found = []
-    leaves = list(zip(call.paths, call.leaves, strict=True))
-    for position, (path, leaf) in enumerate(leaves[:_MAX_DESCRIBED]):
-        if leaf is None or isinstance(leaf, Static):
-            found.append(f"{path} = {reprlib.repr(None if leaf is None else leaf.value)}")
+    leaves = list(zip(call.paths, call.of_kinds().leaves, strict=True))
+    for position, (path, kind) in enumerate(leaves[:_MAX_DESCRIBED]):
+        if kind is None or isinstance(kind, Static):
+            found.append(f"{path} = {reprlib.repr(kind and kind.value)}")
         else:
-            shape, dtype = shape_and_dtype(leaf)
+            shape, dtype = kind
             found.append(f"{path} {kind_of(call.seen_shape(position, shape), dtype)}")
     if not found:
         return ""

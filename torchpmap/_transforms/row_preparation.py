@@ -24,17 +24,16 @@ from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._runtime.current import check_devices, process_count, process_index
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._sharded.tensor import ShardedTensor, spans_processes
-from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.row_program import RowProgram
-from torchpmap._transforms.arguments import Options, RowArguments, split_statics, take_apart
-from torchpmap._transforms.call import Static
-from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
+from torchpmap._transforms.arguments import Options, split_statics, take_apart
+from torchpmap._transforms.call import CallArguments, Static, leaf_kind
+from torchpmap._transforms.preparation import Decided, Preparation
 
-_Levels = list[tuple["RowPreparation", RowArguments]]
+_Levels = list[tuple["RowPreparation", CallArguments]]
 """Mapped calls whose axes share the devices, the outermost first."""
 
 
-class RowPreparation(Preparation[RowArguments]):
+class RowPreparation(Preparation):
     """The plans of a function that gets rows."""
 
     options: Options
@@ -49,7 +48,7 @@ class RowPreparation(Preparation[RowArguments]):
 
     def arguments_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_all_rows: bool = False
-    ) -> RowArguments:
+    ) -> CallArguments:
         """Check a call (statics already wrapped) against the options, and take it apart.
 
         ``has_all_rows``: whether the arguments have the rows of all processes in any case.
@@ -71,10 +70,24 @@ class RowPreparation(Preparation[RowArguments]):
         num_devices = None if chosen is None else len(chosen if spans else _here(chosen))
         return take_apart(self._fun, options, args, kwargs, num_devices, spans)
 
-    def whole_program(self, call: RowArguments) -> RowProgram:
-        return self.program(call, call.size)
+    def whole_program(self, call: CallArguments, count: int = 1) -> RowProgram:
+        """``count``: the devices that share the rows."""
+        options = self.options
+        return RowProgram(
+            self._fun,
+            options.name,
+            options.prefix,
+            call.structure,
+            call.template,
+            (options.axis_name,),
+            (call.size // count,),
+            options.out_axes,
+            options.randomness,
+            self._seed,
+            options.check_replicated,
+        )
 
-    def decide(self, call: RowArguments) -> Decided:
+    def decide(self, call: CallArguments) -> Decided:
         levels = self._levels(call)
         grid = self._choose_devices(levels)
         if len(levels) == 1:
@@ -86,11 +99,11 @@ class RowPreparation(Preparation[RowArguments]):
         )
         return Decided(program, grid, layouts, (call.cuts, grid.sizes, program.sizes))
 
-    def check_devices(self, call: RowArguments) -> None:
+    def check_devices(self, call: CallArguments) -> None:
         """Raise the errors of choosing devices for a call."""
         self._choose_devices(self._levels(call))
 
-    def _levels(self, call: RowArguments) -> _Levels:
+    def _levels(self, call: CallArguments) -> _Levels:
         """This call, and those of mapped functions directly inside it that can share devices."""
         levels = [(self, call)]
         inner = self._inner if process_count() == 1 else None
@@ -109,7 +122,7 @@ class RowPreparation(Preparation[RowArguments]):
         argument has the rows of all processes.
         """
         options = self.options
-        spans = levels[0][1].spans
+        spans = bool(levels[0][1].spans)
         sizes = [call.size for _, call in levels]
         names = tuple(each.options.axis_name for each, _ in levels)
         if options.devices is not None:
@@ -156,28 +169,12 @@ class RowPreparation(Preparation[RowArguments]):
         product = " * ".join(map(str, sizes))
         return f"{text} For a pmap of a pmap, {product} = {math.prod(sizes)} devices will do too."
 
-    def program(self, call: RowArguments, lanes: int) -> RowProgram:
-        options = self.options
-        return RowProgram(
-            self._fun,
-            options.name,
-            options.prefix,
-            call.structure,
-            call.template,
-            (options.axis_name,),
-            (lanes,),
-            options.out_axes,
-            options.randomness,
-            self._seed,
-            options.check_replicated,
-        )
-
 
 def _program_of(levels: _Levels, grid: Grid) -> RowProgram:
     """The program of a call, with the programs inside it."""
     counts = (grid.sizes_here[0], *grid.sizes[1:])
     programs = [
-        preparation.program(call, call.size // count)
+        preparation.whole_program(call, count)
         for (preparation, call), count in zip(levels, counts, strict=True)
     ]
     return functools.reduce(lambda inner, own: own.of(inner, grid.sizes), reversed(programs))
@@ -191,7 +188,7 @@ def _here(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 def _layout_of(leaf: Any, cut: Cut, grid: Grid) -> Layout:
     """Where an argument goes; an unmapped one that all devices are known to share stays shared."""
-    shape, dtype = shape_and_dtype(leaf)
+    shape, dtype = leaf_kind(leaf)
     if cut:
         return grid.layout(shape, dtype, cut)
     is_known = type(leaf) is ShardedTensor and leaf.is_fully_replicated
@@ -202,8 +199,8 @@ def _layout_of(leaf: Any, cut: Cut, grid: Grid) -> Layout:
 
 
 def _inner_call(
-    fun: Callable[..., Any], options: Options, outer: RowArguments
-) -> RowArguments | None:
+    fun: Callable[..., Any], options: Options, outer: CallArguments
+) -> CallArguments | None:
     """The call that a row of ``outer`` makes of the mapped function ``fun``; None if the two do not
     fit together leaf by leaf, and for misuse, which is reported where the function is called.
     """
@@ -229,11 +226,9 @@ def _row_of(leaf: Any, axis: int | None) -> Any:
         return None
     if isinstance(leaf, Static):
         return leaf.value
-    tensor = leaf if isinstance(leaf, torch.Tensor) else host_tensor(leaf)
-    shape = list(tensor.shape)
-    if axis is not None:
-        del shape[axis]
-    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    shape, dtype = leaf_kind(leaf)
+    row = [size for dim, size in enumerate(shape) if dim != axis]
+    return torch.empty(row, dtype=dtype, device="meta")
 
 
 def device_counts(sizes: Sequence[int], available: int) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ def run_rows(program: Program, run_row: Callable[[int, Axis], T]) -> list[T]:
         What a row raises, with a note that names the row.
     """
     size, leaves = math.prod(program.sizes), parameters(program.fun)
-    meeting = _Meeting(size, leaves)
+    meeting = _Meeting(size, leaves, {_GROUP: (tuple(range(size)),)})
     results: dict[int, T] = {}
     settings = ambient()
 
@@ -89,19 +89,15 @@ def run_rows(program: Program, run_row: Callable[[int, Axis], T]) -> list[T]:
         for row in range(size)
     ]
     grads = meeting.grads
-    _run_to_end(threads)
-    meeting.grads = grads
-    if meeting.failure is not None:
-        raise meeting.failure
-    return [results[row] for row in range(size)]
-
-
-def _run_to_end(threads: Sequence[threading.Thread]) -> None:
     with _forward_mode():
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+    meeting.grads = grads
+    if meeting.failure is not None:
+        raise meeting.failure
+    return [results[row] for row in range(size)]
 
 
 @contextlib.contextmanager
@@ -123,12 +119,8 @@ def _forward_mode() -> Iterator[None]:
     There is one level per process.  The outermost ``jvp`` opens it, and closes it at its end, while
     other rows are still inside theirs.  If the level is open already, ``jvp`` leaves it alone.
     """
-    with jvp_level():
-        if forward_level() >= 0:
-            yield
-        else:
-            with forward_ad.dual_level():
-                yield
+    with jvp_level(), forward_ad.dual_level() if forward_level() < 0 else contextlib.nullcontext():
+        yield
 
 
 @dataclass
@@ -137,17 +129,14 @@ class _Meeting:
 
     size: int
     leaves: Sequence[torch.Tensor]
+    groups: dict[str, Partition]
     turn: threading.Condition = field(default_factory=threading.Condition)
-    groups: dict[str, Partition] = field(default_factory=dict)
     failure: BaseException | None = None
     _waiting: dict[int, tuple[str, Fingerprint, Any]] = field(default_factory=dict)
     """Row -> group, what it wants to do, and its operand."""
     _given: dict[int, list[Any]] = field(default_factory=dict)
     """Row -> the operands of its group."""
     _ended: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.groups[_GROUP] = (tuple(range(self.size)),)
 
     @property
     def grads(self) -> list[torch.Tensor | None]:

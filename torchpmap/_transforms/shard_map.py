@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 from torchpmap._base.boundary import boundary
-from torchpmap._base.devices import Device
 from torchpmap._base.pytree import flatten
 from torchpmap._base.torch_internals import innermost, outside_transforms
 from torchpmap._layout.current_mesh import current_mesh
@@ -17,12 +16,12 @@ from torchpmap._layout.mesh import Mesh, PartitionSpec
 from torchpmap._runtime.current import check_devices
 from torchpmap._sharded.global_view import check_host_values
 from torchpmap._trace.block_program import BlockProgram, surrounding
+from torchpmap._transforms.call import CallArguments, leaf_kind
 from torchpmap._transforms.inline import run_here, run_inline
 from torchpmap._transforms.mapped import Mapped, map_with
-from torchpmap._transforms.preparation import Decided, Preparation, shape_and_dtype
+from torchpmap._transforms.preparation import Decided, Preparation
 from torchpmap._transforms.specs import (
     INFERRED,
-    BlockArguments,
     BlockOptions,
     ShardMapOptions,
     check_names,
@@ -35,15 +34,15 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class BlockPreparation(Preparation[BlockArguments]):
+class BlockPreparation(Preparation):
     """The plans of a function that gets blocks."""
 
     options: BlockOptions
 
-    def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockArguments:
+    def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         return take_blocks(self._fun, self.options, args, kwargs)
 
-    def whole_program(self, call: BlockArguments) -> BlockProgram:
+    def whole_program(self, call: CallArguments) -> BlockProgram:
         options, mesh = self.options, self.options.the_mesh
         return BlockProgram(
             self._fun,
@@ -61,32 +60,24 @@ class BlockPreparation(Preparation[BlockArguments]):
             options.check_vma,
         )
 
-    def decide(self, call: BlockArguments) -> Decided:
+    def decide(self, call: CallArguments) -> Decided:
         mesh = self.options.the_mesh
         devices = tuple(mesh.devices.flat)
         check_devices(devices)
         grid = Grid(devices, devices, call.sizes, mesh.axis_names)
         leaves = call.travelling(call.leaves)
         layouts = tuple(
-            grid.layout(*shape_and_dtype(leaf), cut or ())
-            for leaf, cut in zip(leaves, call.travelling(call.cuts), strict=True)
-        )
-        self._check_equal(call, devices)
-        return Decided(self.whole_program(call), grid, layouts, call.cuts)
-
-    def _check_equal(self, call: BlockArguments, devices: Sequence[Device]) -> None:
-        """Raise if processes pass different host values; once for each kind of call, as it waits
-        for all of them.
-        """
-        pairs = zip(call.travelling(call.paths), call.travelling(call.leaves), strict=True)
-        with outside_transforms():
-            check_host_values(
-                {
-                    f"{self.options.prefix}: argument {path}": innermost(leaf)
-                    for path, leaf in pairs
-                },
-                devices,
+            grid.layout(shape, dtype, cut or ())
+            for (shape, dtype), cut in zip(
+                map(leaf_kind, leaves), call.travelling(call.cuts), strict=True
             )
+        )
+        prefix, paths = self.options.prefix, call.travelling(call.paths)
+        pairs = zip(paths, leaves, strict=True)
+        with outside_transforms():  # once for each kind of call, as it waits for all processes
+            named = {f"{prefix}: argument {path}": innermost(leaf) for path, leaf in pairs}
+            check_host_values(named, devices)
+        return Decided(self.whole_program(call), grid, layouts, call.cuts)
 
 
 class ShardMapped(Mapped[_P, _R]):
@@ -166,18 +157,14 @@ def _refuse_other_mesh(options: BlockOptions) -> None:
     )
 
 
-class _Decorator(Protocol):
-    """``shard_map(mesh=...)`` or ``smap(...)``, without a function."""
-
-    def __call__(self, f: Callable[_P, _R], /) -> ShardMapped[_P, _R]: ...
-
-
 @overload
 def shard_map(
     f: Callable[_P, _R], /, **options: Unpack[ShardMapOptions]
 ) -> ShardMapped[_P, _R]: ...
 @overload
-def shard_map(f: None = None, /, **options: Unpack[ShardMapOptions]) -> _Decorator: ...
+def shard_map(
+    f: None = None, /, **options: Unpack[ShardMapOptions]
+) -> Callable[[Callable[_P, _R]], ShardMapped[_P, _R]]: ...
 @boundary
 def shard_map(
     f: Callable[..., Any] | None = None,
@@ -260,7 +247,7 @@ def smap(
 @overload
 def smap(
     f: None = None, /, *, in_axes: Any = ..., out_axes: Any, axis_name: Hashable, **options: Any
-) -> _Decorator: ...
+) -> Callable[[Callable[_P, _R]], ShardMapped[_P, _R]]: ...
 @boundary
 def smap(
     f: Callable[..., Any] | None = None,

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Required, TypedDict
+from typing import Any, ClassVar, Required, TypedDict
 
 import numpy as np
 import torch
 
 from torchpmap._base.axis_spec import argument_names, broadcast_axes, in_a_list
 from torchpmap._base.pytree import flatten, flatten_call
-from torchpmap._layout.grid import Cut, block_shape
+from torchpmap._layout.grid import Cut
 from torchpmap._layout.mesh import Mesh, PartitionSpec, names_of
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._trace.block_program import cut_of_spec
@@ -74,6 +74,7 @@ class BlockOptions(MapOptions):
     """Empty: all axes of the mesh."""
     check_vma: bool
     donate_argnums: tuple[int, ...]
+    static_advice: ClassVar[str] = "Make it static (None in its place in in_specs)"
 
     @property
     def prefix(self) -> str:
@@ -81,10 +82,6 @@ class BlockOptions(MapOptions):
         short.maxdict = short.maxlist = short.maxtuple = 8
         specs = f"in_specs={short.repr(self.in_specs)}, out_specs={short.repr(self.out_specs)}"
         return f"shard_map({self.name}, {specs})(<inputs>)"
-
-    @property
-    def static_advice(self) -> str:
-        return "Make it static (None in its place in in_specs)"
 
     @property
     def the_mesh(self) -> Mesh:
@@ -96,17 +93,6 @@ class BlockOptions(MapOptions):
     def manual(self) -> frozenset[Hashable]:
         """The axes that are bound inside."""
         return self.axis_names or frozenset(self.the_mesh.axis_names)
-
-
-@dataclass(frozen=True)
-class BlockArguments(CallArguments):
-    """A call of a function that gets blocks."""
-
-    sizes: tuple[int, ...]
-    """Of the mesh."""
-
-    def seen_shape(self, position: int, shape: tuple[int, ...]) -> Sequence[int]:
-        return block_shape(shape, self.cuts[position] or (), self.sizes)
 
 
 def make_block_options(
@@ -213,7 +199,7 @@ def _specs_of(options: BlockOptions, args: tuple[Any, ...]) -> list[Any]:
 
 def take_blocks(
     fun: Callable[..., Any], options: BlockOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> BlockArguments:
+) -> CallArguments:
     """Check a call (statics already wrapped) against the options; raises before anything is traced
     or sent.
     """
@@ -232,7 +218,7 @@ def take_blocks(
     else:
         specs = _specs_of(options, args)
     cuts: list[Cut | None] = []
-    for path, spec, (shape, dtype) in zip(paths, specs, infos, strict=True):
+    for spec, (path, shape, dtype) in zip(specs, infos, strict=True):
         if shape is None:
             cuts.append(None)
             continue
@@ -240,7 +226,7 @@ def take_blocks(
         _check_shape(options, path, chosen, shape, dtype)
         cuts.append(cut_of_spec(chosen, mesh.axis_names))
     flags, sizes = donated(args, {}, options.donate_argnums, ()), tuple(mesh.devices.shape)
-    return BlockArguments(leaves, structure, tuple(paths), flags, tuple(cuts), sizes)
+    return CallArguments(leaves, structure, tuple(paths), flags, tuple(cuts), sizes)
 
 
 def _found_spec(leaf: Any, path: str, options: BlockOptions) -> PartitionSpec | None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from torchpmap._base import axis_spec
+from torchpmap._base.arrays import for_torch
 from torchpmap._base.boundary import outside_graphs
 from torchpmap._base.errors import check_array
 from torchpmap._base.pytree import Structure, flatten, flatten_call
@@ -142,7 +143,7 @@ def _arguments(
     for position, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
         if isinstance(leaf, np.ndarray | np.generic):
             check_array(leaf, f"vmap: argument {path}")
-            leaf = leaves[position] = torch.tensor(leaf)
+            leaf = leaves[position] = torch.tensor(for_torch(leaf))
         if isinstance(leaf, torch.Tensor):
             described.append((path, tuple(leaf.shape), str(leaf.dtype)))
         else:
@@ -171,7 +172,7 @@ def _as_tensor(leaf: Any, path: str, device: torch.device) -> torch.Tensor:
         return leaf
     if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic):
         check_array(leaf, f"vmap: {path}")
-        return torch.tensor(leaf, device=device)
+        return torch.tensor(for_torch(leaf), device=device)
     raise TypeError(
         f"vmap returns tensors, numpy arrays and Python numbers, but {path} is {leaf!r} of type "
         f"{type(leaf).__name__}. With None in out_axes it is returned as it is."

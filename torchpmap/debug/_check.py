@@ -26,8 +26,8 @@ from torchpmap._base.torch_errors import is_limit_of_vmap
 from torchpmap._runtime import inline_mode
 from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.effects import distances, wide
-from torchpmap._transforms.arguments import Options, RowArguments, split_statics
-from torchpmap._transforms.call import Static
+from torchpmap._transforms.arguments import Options, split_statics
+from torchpmap._transforms.call import CallArguments, Static
 from torchpmap._transforms.pmap import Pmapped
 from torchpmap._transforms.row_preparation import RowPreparation
 
@@ -92,7 +92,7 @@ class _Problem:
 
     fun: Callable[..., Any]
     options: Options
-    call: RowArguments
+    call: CallArguments
     differentiated: tuple[int, ...]
     """Leaves that gradients are taken to."""
     tolerances: tuple[float | None, float | None]
