@@ -371,6 +371,36 @@ def matrices_that_are_not_contiguous(on):
     return [x.grad]
 
 
+@CASES.add(fullgraph=False)  # it cannot write to a view that is not contiguous under a transform
+def strides_of_what_comes_from_outside(on):
+    image = data(2, 4, 4, 4, 4).to(memory_format=torch.channels_last)
+    weights = [on.put(data(0, 4, 4)).t(), data(1, 4, 4).t(), data(1, 8, 8)[::2, 1:5], image]
+
+    @on.jit
+    def f(x):
+        total = x * 1
+        for k, each in enumerate((x, *weights)):
+            last = each.dim() == 4 and each.is_contiguous(memory_format=torch.channels_last)
+            total = total * (each.stride()[-1] + 3 * each.is_contiguous() + 7 * last + k)
+            total = total + 2 * (each * 2).is_contiguous()
+            for copy in (each.contiguous(), each.reshape(-1)) if not each.is_contiguous() else ():
+                total = total + copy.mul_(2).sum()
+        return total
+
+    x = on.put(data(3, 4, 4))
+    gradients = [torch.func.grad(lambda x: f(x).sum())(each) for each in (x, x.t())]
+    results = [f(x), f(x.t()), *gradients, torch.func.vmap(f, 2)(x[..., None])]
+    weights[1].set_(data(4, 4, 4))
+    return [*results, f(x), x, *weights]
+
+
+@CASES.add(fullgraph=False)
+def places_in_memory_of_what_comes_from_outside(on):
+    weight, x = data(0, 40)[8:], data(1, 40)
+    f = on.jit(lambda x: x + x.storage_offset() + weight.as_strided((4,), (2,), 10))
+    return [f(x[2:6]), f(x[4:8]), on.jit(lambda x: (x * 2)[1:].storage_offset() + x)(x)]
+
+
 @CASES.add(fullgraph=False)
 def elements_by_their_places_in_memory(on):
     f = on.jit(lambda x: x.t().as_strided((3, 2), (1, 8)))

@@ -441,6 +441,18 @@ def loops(on):
 
 
 @CASES.add(1)
+def loops_that_end_by_a_value(on):
+    def doubled(x):
+        if type(on) is Plain:
+            while x.square().sum() < 1000:
+                x = x * 2
+            return x
+        return tp.while_loop(lambda x: x.square().sum() < 1000, lambda x: x * 2, x)
+
+    return [on.jit(lambda x: doubled(x))(on.put(data()))]
+
+
+@CASES.add(1)
 def mapped_functions_inside(on):
     if type(on) is Plain:
         return [data() * 2 + data().sum()]
@@ -449,6 +461,16 @@ def mapped_functions_inside(on):
         lambda x: x * 2 + tp.psum(x.sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P("x")
     )
     return [on.jit(lambda x: f(x))(on.put(data()))]
+
+
+@CASES.add(1)
+def mapped_functions_inside_that_first_meet_a_tensor(on):
+    weight, f = data(1, 1, 8), lambda x: x * weight
+    if type(on) is not Plain:
+        mesh = tp.make_mesh(*LINE)
+        f = tp.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    result = torch.func.jvp(on.jit(lambda x: f(x)), *[(on.put(data(k)),) for k in range(2)])
+    return [*result, torch.tensor(weight._version)]
 
 
 test_as_in_plain_torch = CASES.tests()

@@ -322,3 +322,16 @@ def test_a_shape_that_others_see_changes_in_place():
     last, ys = f(x)
     assert last.tolist() == (x * 16).tolist()
     assert tuple(ys.shape) == (4, 2, 1, 3)
+
+
+def test_a_while_loop_beside_a_write_in_a_gradient_from_outside():
+    def program(x):
+        y = x.clone()
+        y[0] = y[0] * 3
+        return y.square() * tp.while_loop(lambda n: n < 50, lambda n: n * 2, x.detach().sum())
+
+    x = X.abs()
+    scales = torch.stack([total * 2 ** (50 / total).log2().ceil() for total in x.sum(1)])
+    expected = 2 * x * torch.tensor([9.0, 1.0, 1.0]) * scales[:, None]
+    got = grad(lambda x: tp.pmap(program, compile=GRAPH)(x).sum())(x)
+    torch.testing.assert_close(got.cpu(), expected)

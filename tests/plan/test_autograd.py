@@ -219,6 +219,45 @@ def test_forward_mode_of_torch(mode):
     same(got, expected)
 
 
+def tangent_of(f):
+    return lambda x: torch.func.jvp(f, (x,), (x,))[1]
+
+
+def silent(f):
+    return lambda x: torch.no_grad()(f)(x)
+
+
+RECORDED = {
+    "jvp": tangent_of,
+    "jvp without": lambda f: silent(tangent_of(f)),
+    "jvp of jvp without": lambda f: silent(tangent_of(tangent_of(f))),
+    "jacfwd without": lambda f: silent(torch.func.jacfwd(f)),
+    "jvp of grad without": lambda f: silent(tangent_of(torch.func.grad(lambda x: f(x).sum()))),
+    "grad beside jvp without": lambda f: torch.func.grad(
+        lambda x: (silent(tangent_of(f))(x) * x).sum()
+    ),
+    "grad of jvp": lambda f: torch.func.grad(lambda x: tangent_of(f)(x).sum()),
+}
+
+
+@pytest.mark.parametrize("kind", ["pmap", "jit", "shard_map"])
+@pytest.mark.parametrize("transform", RECORDED.values(), ids=RECORDED)
+def test_gradients_are_recorded_where_the_caller_wants_them(transform, kind, mode):
+    weight = W[0, 0].clone().requires_grad_()
+
+    def f(x):
+        return x.sin() * weight
+
+    rows = {"mesh": tp.make_mesh((4,), ("x",)), "in_specs": tp.P("x"), "out_specs": tp.P("x")}
+    mapped = getattr(tp, kind)(f, compile=mode, **(rows if kind == "shard_map" else {}))
+    got, expected = transform(mapped)(X), transform(f)(X)
+    same(got.detach(), expected.detach())
+    assert got.requires_grad == expected.requires_grad
+    if got.requires_grad:
+        gradients = [torch.autograd.grad(x.square().sum(), weight)[0] for x in (got, expected)]
+        same(*gradients)
+
+
 def test_forward_mode_through_results_without_derivatives(mode):
     """Integers and bools alone: nothing moves with the argument."""
     mapped = tp.pmap(lambda x: (tp.axis_index(ROWS), x > 0), ROWS, compile=mode)

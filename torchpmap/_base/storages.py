@@ -28,6 +28,14 @@ def storage_number(value: torch.Tensor) -> int | None:
     return None if storage is None else int(storage._cdata)
 
 
+def own_strides(x: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor that is not contiguous; None of others, and of sparse ones."""
+    try:
+        return None if x.is_contiguous() else x.stride()
+    except RuntimeError:
+        return None
+
+
 def apart(tensors: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, or copies, so that they share memory neither with each other nor with others."""
     used = {x.untyped_storage()._cdata for x in given}

@@ -66,9 +66,8 @@ is_vmap_wrapper = _functorch.is_batchedtensor
 
 
 def with_memory(func: Any) -> Any:
-    """The operation itself, or what makes zeros instead of torch's short form of zeros: in a
-    dispatch mode torch (2.13) reads the memory that these lack (``sub_`` with ``alpha``), and
-    crashes.
+    """The operation itself, or what makes zeros, not torch's short form of zeros, which have no
+    memory: in a dispatch mode torch (2.13) reads it (``sub_`` with ``alpha``), and crashes.
     """
     is_short = func is torch.ops.aten._efficientzerotensor.default
     return torch.ops.aten.zeros.default if is_short else func
@@ -107,6 +106,11 @@ def is_vmap(transform: Any) -> bool:
 
 def is_grad(transform: Any) -> bool:
     return bool(transform.key() == _functorch.TransformType.Grad)
+
+
+def was_recording(transform: Any) -> bool:
+    """Whether gradients are recorded around a grad."""
+    return bool(_functorch.CGradInterpreterPtr(transform).prevGradMode())
 
 
 def size_and_randomness(transform: Any) -> tuple[int, str]:
@@ -173,9 +177,7 @@ forward_state = vars(forward_ad)
 """``forward_state[LEVEL]`` is ``forward_level()``, but 20 ns quicker: for what runs often."""
 
 set_forward_grad = forward_ad._set_fwd_grad_enabled
-"""``with set_forward_grad(True)``: forward mode goes on inside ``jvp`` of an ``autograd.Function``,
-where torch turns it off.
-"""
+"""``with set_forward_grad(True)``: for ``jvp`` of an ``autograd.Function``: torch turns it off."""
 
 jvp_level = eager_transforms.jvp_increment_nesting
 """A block in which ``torch.func.jvp`` counts as nested in another, and opens no level itself."""
@@ -316,11 +318,17 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 
 
 def new_fake(
-    mode: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    mode: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """A ``FakeTensor`` of a mode; no other mode sees how it is made."""
+    """A ``FakeTensor`` of a mode, contiguous if no strides are given, which no other mode sees."""
     with outside_modes(), torch_function_off():
-        return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+        lies = {} if strides is None else {"stride": strides}
+        make: Any = torch.empty if strides is None else torch.empty_strided
+        return FakeTensor(mode, make(shape, **lies, dtype=dtype, device="meta"), device)
 
 
 new_wrapper = torch.Tensor._make_wrapper_subclass

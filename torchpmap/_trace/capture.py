@@ -168,13 +168,18 @@ class Capture(Closure):
 
     def _stand_in(self, real: torch.Tensor) -> torch.Tensor:
         self._refuse(real)
-        stand_in = new_fake(self.fake_mode, real.shape, real.dtype, self.device)
+        kind = real.shape, real.dtype, self.device, self._strides(real)
+        stand_in = new_fake(self.fake_mode, *kind)
         node = self.graph.placeholder(f"captured_{len(self.nodes)}")
         track(self.tracer, stand_in, node)
         self.nodes.append(node)
         self.tensors.append(real)  # also keeps id(real) from being reused
         self.stand_ins[id(real)] = stand_in
         return stand_in
+
+    def _strides(self, real: torch.Tensor) -> Sequence[int] | None:
+        """Those of its stand-in; None: contiguous, as blocks are."""
+        return None
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Hear of an operation before it becomes a node, of the graph or of one inside it."""

@@ -29,18 +29,21 @@ from torchpmap._base.torch_internals import (
     OpOverload,
     TorchDispatchMode,
     autograd_node,
+    fake_mode,
     has_transforms,
     next_node_number,
     tracing_mode,
 )
 from torchpmap._base.torch_versions import checkpoint_bracket
 from torchpmap._trace.graphs import (
+    WHILE,
     added,
     call,
     current_capture,
     drop_dead,
     is_kept,
     is_view,
+    kind_of_node,
     operations,
     placeholders,
 )
@@ -346,8 +349,24 @@ class Following(torch.fx.Interpreter):
         self.made: dict[Node, list[Node]] = {}
 
     def run_node(self, n: Node) -> Any:
-        with added(tracing_mode().tracer.graph) as self.made[n]:
+        with added(tracing_mode().tracer.graph) as self.made[n], _ready_for(n):
             return super().run_node(n)
+
+
+@contextlib.contextmanager
+def _ready_for(node: Node) -> Iterator[None]:
+    """torch's rule for a loop (2.13) needs something that hears of shapes that depend on values."""
+    if kind_of_node(node) != WHILE:
+        yield
+        return
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = fake_mode()
+    before, mode.shape_env = mode.shape_env, ShapeEnv()
+    try:
+        yield
+    finally:
+        mode.shape_env = before
 
 
 class _Copying(Following):

@@ -254,18 +254,20 @@ def trace(
 
 def recorded(
     fun: Callable[..., Sequence[torch.Tensor]],
-    inputs: Sequence[tuple[Sequence[int], torch.dtype]],
+    inputs: Sequence[tuple[Any, ...]],
     capture: Capture,
 ) -> torch.fx.GraphModule:
-    """The graph of a function of fake tensors of these shapes and dtypes; raises ``Untraceable`` if
-    it cannot become one.
+    """The graph of a function of fake tensors of these shapes, dtypes and, if they are given,
+    strides; raises ``Untraceable`` if it cannot become one.
     """
     device, fake_mode = capture.device, capture.fake_mode
     import_dynamo()
     from torchpmap._trace.graph_mode import graph_of
 
     with _lock, generator_kept(), _no_transforms(), _ambient(device):
-        arguments = [new_fake(fake_mode, shape, dtype, device) for shape, dtype in inputs]
+        arguments = [
+            new_fake(fake_mode, shape, dtype, device, *strides) for shape, dtype, *strides in inputs
+        ]
         with fake_mode, whole():
             try:
                 return graph_of(fun, arguments, capture)

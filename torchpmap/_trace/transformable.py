@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from torchpmap._base.boundary import boundary
+from torchpmap._base.context import assigned
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import replaced
 from torchpmap._base.torch_internals import (
@@ -27,6 +29,7 @@ from torchpmap._base.torch_internals import (
     is_grad,
     set_forward_grad,
     transforms,
+    was_recording,
 )
 from torchpmap._layout import axis_stack
 
@@ -80,7 +83,8 @@ class WithoutDerivatives(Transformable):
 def apply(function: Transformable, tensors: Tensors) -> list[torch.Tensor]:
     """Run so that transforms and ``backward()`` reach the tensors."""
     kept = function.keeping() if may_have_vjp(tensors) else function
-    results = list(_Torchpmap.apply(kept, *tensors))
+    with assigned(_modes, _grad_modes()):
+        results = list(_Torchpmap.apply(kept, *tensors))
     return results[: len(results) - (kept.num_kept - function.num_kept)]
 
 
@@ -90,6 +94,27 @@ def may_have_vjp(tensors: Tensors) -> bool:
     if around:
         return any(map(is_grad, around))
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _grad_modes() -> dict[int, bool]:
+    """By depth, whether gradients are recorded there."""
+    mode, modes = torch.is_grad_enabled(), {}
+    for transform in reversed(transforms()):
+        modes[int(transform.level())] = mode
+        mode = mode and (not is_grad(transform) or was_recording(transform))
+    return {**modes, 0: mode}
+
+
+_modes: ContextVar[dict[int, bool]] = ContextVar("torchpmap_grad_modes")
+"""Of the innermost ``apply``.  Below a jvp, torch (2.13) turns recording on for functions, and off
+in their rules.
+"""
+
+
+def _is_recorded_in_vain() -> bool:
+    """Whether torch records a function where the caller has turned that off."""
+    modes, around = _modes.get(), transforms()
+    return len(modes) > 1 and not modes[depth()] and (not around or is_grad(around[-1]))
 
 
 class _Torchpmap(torch.autograd.Function):
@@ -107,7 +132,8 @@ class _Torchpmap(torch.autograd.Function):
         kept = output[len(output) - function.num_kept :]
         ctx.save_for_backward(*tensors, *kept)
         ctx.save_for_forward(*tensors)
-        ctx.mark_non_differentiable(*(x for x in output if not is_inexact(x)))
+        ends = _is_recorded_in_vain()
+        ctx.mark_non_differentiable(*(x for x in output if ends or not is_inexact(x)))
 
     @staticmethod
     @boundary
@@ -125,14 +151,15 @@ class _Torchpmap(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _function: None, *tangents: torch.Tensor | None) -> Any:
         # torch 2.13 turns forward mode off here: a jvp around this one would see constants
-        with set_forward_grad(True):
+        with set_forward_grad(True), torch.set_grad_enabled(_modes.get()[depth()]):
             # without the tangents that are being pushed, which would be pushed again
             tensors = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors[: ctx.count]]
             return tuple(ctx.function.jvp(tensors, tangents))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], function: Transformable, *tensors: Any) -> Any:
-        results, dims = function.vmap(info, in_dims[1:], tensors)
+        with torch.set_grad_enabled(_modes.get()[depth()]):
+            results, dims = function.vmap(info, in_dims[1:], tensors)
         return tuple(results), tuple(dims)
 
 

@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
 from torchpmap._base.sources import users_line
+from torchpmap._base.storages import own_strides
 from torchpmap._base.torch_internals import FakeTensor
 from torchpmap._trace.graphs import drop_dead, output_of, results_of, writes
 from torchpmap._trace.optimizers import Numbers, Optimizers
@@ -137,7 +138,7 @@ def trace_whole(
         with torch.no_grad():
             return [x.detach() for x in (*results, *stand_ins, *given, *kept)]
 
-    kinds = [(tuple(x.shape), x.dtype) for x in arguments]
+    kinds = [(tuple(x.shape), x.dtype, own_strides(x)) for x in arguments]
     graph = recorded(flat, kinds, capture)
     graph = _functional(graph, capture)
     return _effects(graph, capture, optimizers, found[-1])

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, Self
@@ -20,6 +20,7 @@ import torch
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
+from torchpmap._base.storages import own_strides, storage_number
 from torchpmap._base.torch_internals import (
     AUTOGRAD,
     BACKWARD,
@@ -35,6 +36,7 @@ from torchpmap._trace.capture import Capture, TracedCalls, here, is_real
 from torchpmap._trace.untraceable import Untraceable
 
 _LET_REQUIRE_GRAD = torch.Tensor.requires_grad_
+_PLACED = ("storage_offset", "as_strided", "as_strided_", "as_strided_scatter")
 Hook = Callable[[torch.Tensor, torch.Tensor], None]
 """Hears of each leaf and its stand-in."""
 
@@ -109,7 +111,9 @@ class WholeCapture(Capture):
         """What shares its value with something captured; kept, so that no other gets its id."""
 
     def _add(self, real: torch.Tensor) -> torch.Tensor:
-        with outside_transforms():  # one inside the function may be the first to meet it
+        # a transform inside the function may be the first to meet it; a question for its shape
+        # would make another stand-in
+        with outside_transforms(), torch_function_off():
             return self._added(real)
 
     def _added(self, real: torch.Tensor) -> torch.Tensor:
@@ -175,6 +179,10 @@ class WholeCapture(Capture):
         """By the ids of stand-ins, what they stand for."""
         return {id(self.stand_ins[id(x)]): x for x in self.tensors}
 
+    def _strides(self, real: torch.Tensor) -> Sequence[int] | None:
+        with outside_modes():
+            return own_strides(real)
+
     def _inside(self, hook: Callable[[torch.Tensor], Any], grad: torch.Tensor) -> Any:
         return None if self.is_outside else hook(grad)  # outside, that of the real tensor runs
 
@@ -190,6 +198,12 @@ class WholeCapture(Capture):
                 changed = "its backward() reaches a tensor that was computed outside of it"
             if changed is not None:
                 raise Untraceable(changed, users_line(), "the same outside of the function")
+
+    def is_from_outside(self, x: torch.Tensor) -> bool:
+        """Whether it lies in the memory of a tensor of the caller's."""
+        stand_ins = [leaf.stand_in for leaf in self.leaves.values()]
+        stand_ins += [stand_in for _, stand_in in self._others.values()]
+        return storage_number(x) in map(storage_number, stand_ins)
 
     def _linked(self, real: Any) -> torch.Tensor | None:
         """The stand-in of a view, or of one of several tensors of one value, made of that of the
@@ -271,6 +285,11 @@ class Replace(TracedCalls):
                     leaf.clear()
                     return None
                 leaf.ask()
+        elif _asks_for_place(func, args, kwargs or {}) and self.capture.is_from_outside(
+            self.find(args[0])
+        ):
+            reason = "it asks where a tensor from outside begins in memory"
+            raise Untraceable(reason, users_line(), "indices")
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -306,6 +325,14 @@ _backward = Replaced(
         *(Replacement(*each) for each in applying(_found)),
     ]
 )
+
+
+def _asks_for_place(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call uses the place of a tensor in its memory, which may differ in each call."""
+    if func.__name__ not in _PLACED:
+        return False
+    is_question = func.__name__ == "storage_offset"
+    return is_question or "storage_offset" in kwargs or isinstance(args[-1], int)
 
 
 def _is_users(tensor: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from torchpmap._base.busy import waiting
 from torchpmap._base.config import config
 from torchpmap._base.errors import TraceError, kind_of
 from torchpmap._base.sources import defined_at
+from torchpmap._base.storages import own_strides
 from torchpmap._base.torch_internals import break_graph, is_transformed
 from torchpmap._plan.lower import tracing_of
 from torchpmap._runtime import inline_mode
@@ -286,6 +287,7 @@ class Jitted(Made, Generic[_P, _R]):
         places = {name: x._alive()[0] for name, x in tensors.items() if type(x) is ShardedTensor}
         kinds: dict[str, Hashable] = {name: _described(x) for name, x in named.items()}
         kinds |= {f"requires_grad of {name}": x.requires_grad for name, x in tensors.items()}
+        kinds |= {f"strides of {name}": own_strides(x) for name, x in tensors.items()}
         kinds |= {"grad mode": torch.is_grad_enabled(), "a transform around it": is_outline}
         self._traces.tell(self._options, kinds, places)
         self.num_traces += 1

@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from torchpmap._base.ambient import ambient, for_graph
 from torchpmap._base.devices import Device
+from torchpmap._base.storages import own_strides
 from torchpmap._base.torch_internals import hooks_of
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.plan import Captured, Drawn, Plan
@@ -376,7 +377,7 @@ def _hooks(leaf: torch.Tensor) -> tuple[int, ...]:
 def kinds_of(tensors: Sequence[Any]) -> Any:
     """What must not change of tensors that a function closes over."""
     where = [x._layout if type(x) is ShardedTensor else (x.shape, x.dtype) for x in tensors]
-    return where, [x.requires_grad for x in tensors]
+    return where, list(map(own_strides, tensors)), [x.requires_grad for x in tensors]
 
 
 def _write_all(

@@ -23,6 +23,7 @@ from torchpmap._base.ambient import ambient, applied, in_force
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import flatten
 from torchpmap._base.sources import users_line
+from torchpmap._base.storages import own_strides
 from torchpmap._base.torch_internals import (
     innermost,
     is_wrapped,
@@ -225,7 +226,7 @@ class Outline:
 
 def _of_kind(x: torch.Tensor) -> torch.Tensor:
     """A tensor of this kind, which takes no memory."""
-    return torch.empty((), dtype=x.dtype, device="cpu").expand(x.shape)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _not_of_transforms(x: torch.Tensor) -> torch.Tensor:
@@ -257,7 +258,9 @@ def _refuse_effects(traced: WholeTrace, where: str) -> None:
 
 
 def _detached(x: torch.Tensor) -> torch.Tensor:
-    return make_sharded(*x._alive()) if type(x) is ShardedTensor else x.detach()
+    if type(x) is not ShardedTensor:
+        return x.detach()
+    return make_sharded(*x._alive(), order=own_strides(x))
 
 
 def _alone(x: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torchpmap._base.axis_spec import argument_names
 from torchpmap._base.exact import exact
 from torchpmap._base.pytree import flatten, flatten_call
 from torchpmap._base.sources import users_line
+from torchpmap._base.storages import own_strides
 from torchpmap._base.torch_internals import innermost
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.plan import Captured, Drawn
@@ -44,9 +45,9 @@ def leaf_key(leaf: Any) -> Hashable:
         return exact(leaf)
     grad = leaf.requires_grad and (leaf.is_leaf or "computed")
     if type(leaf) is ShardedTensor:
-        return leaf._alive()[0], grad
+        return leaf._alive()[0], own_strides(leaf), grad
     shape = None if leaf.is_nested else tuple(leaf.shape)
-    return shape, leaf.dtype, grad, leaf.layout, type(leaf)
+    return shape, leaf.dtype, own_strides(leaf), grad, leaf.layout, type(leaf)
 
 
 class Argument(NamedTuple):
