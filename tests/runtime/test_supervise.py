@@ -308,7 +308,7 @@ class Pool(RuleBasedStateMachine):
         """
         rank = data.draw(st.sampled_from(sorted(self.alive)))
         failure = Failed(rank, self.seq + 1, False, b"", "")
-        late, before = self.tested.unsettled(), len(self.tested.verdict().failures)
+        late, before = self.tested.unfinished(), len(self.tested.verdict().failures)
         is_new = self.tested.phase is Phase.HEALTHY and not self.closed
         actions = self.tested.on(Overdue(failure, self.epoch))
         recorded = len(self.tested.verdict().failures) - before
@@ -335,7 +335,7 @@ class Pool(RuleBasedStateMachine):
     @invariant()
     def who_is_waited_for(self):
         if hasattr(self, "tested") and not self.closed:
-            assert set(self.tested.unsettled()) == self.to_drain | self.to_join
+            assert set(self.tested.unfinished()) == self.to_drain | self.to_join
 
     @invariant()
     def healthy_only_when_settled(self):

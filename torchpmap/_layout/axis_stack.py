@@ -246,8 +246,8 @@ def entering(level: int, name: str | None) -> Iterator[None]:
         level: its level; those above have ended.
         name: the loop or branch in which its rows take different ways; None if they do not.
     """
-    around = {each: by for each, by in _parted.get().items() if each < level}
-    with _parted_by(around if name is None else {**around, level: name}):
+    enclosing = {each: by for each, by in _parted.get().items() if each < level}
+    with _parted_by(enclosing if name is None else {**enclosing, level: name}):
         yield
 
 
@@ -302,16 +302,16 @@ class Split(NamedTuple):
     """Those along which they do."""
     group: str
     """That of the devices that take the same way."""
-    around: Split | None
+    enclosing: Split | None
     """The part that this one is in."""
 
 
 split = _split.get
 
 
-def split_again(around: Split | None) -> AbstractContextManager[None]:
+def split_again(enclosing: Split | None) -> AbstractContextManager[None]:
     """In the block, ``split`` returns this, unless it is None."""
-    return assigned(_split, around or _split.get())
+    return assigned(_split, enclosing or _split.get())
 
 
 def split_by(axes: frozenset[Axis]) -> Split | None:
@@ -319,18 +319,18 @@ def split_by(axes: frozenset[Axis]) -> Split | None:
     together, if those of the part around do, or if not all of these ask, which they compare: one
     that has a collective alone would wait for ever.
     """
-    around = _split.get()
-    known = axes if around is None else axes | around.axes
-    if not axes or (around and known == around.axes) or fake_mode() is not None:
+    enclosing = _split.get()
+    known = axes if enclosing is None else axes | enclosing.axes
+    if not axes or (enclosing and known == enclosing.axes) or fake_mode() is not None:
         return None
     bound = (axis for parts in _bound.get() for axis in parts if axis.group is not None)
     others = joined([axis for axis in bound if axis.is_tracked and axis not in known])
     group = others[0].group if len(others) == 1 else None
     if group is None:
         return None
-    with assigned(_apart, around):
+    with assigned(_apart, enclosing):
         is_whole = _before is None or _before((PART, "", group))
-    return Split(known, group, around) if is_whole else None
+    return Split(known, group, enclosing) if is_whole else None
 
 
 PART = "a branch or step that some devices take"
@@ -357,7 +357,7 @@ def over(axes: frozenset[Axis]) -> AbstractContextManager[None]:
     """
     part = _split.get()
     while part is not None and not (axes and part.axes.isdisjoint(axes)):
-        part = part.around
+        part = part.enclosing
     return assigned(_apart, part)
 
 

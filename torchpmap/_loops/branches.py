@@ -215,16 +215,16 @@ class _Branches:
         return take_apart(returned, f"the output of {self._names[which]}")
 
     def every(
-        self, around: Surroundings, operands: Sequence[torch.Tensor]
+        self, surroundings: Surroundings, operands: Sequence[torch.Tensor]
     ) -> tuple[list[Parts], int]:
         """What all of them return, and how many random numbers any draws.  All begin with the same
         numbers: only one of them counts.
         """
         found, draws = [], 0
         for which in range(self.count):
-            with around.restored():
+            with surroundings.restored():
                 found.append(self.parts(which, operands))
-                draws = max(draws, around.draws())
+                draws = max(draws, surroundings.draws())
         return found, draws
 
     def kinds(self, which: int) -> Parts | None:
@@ -285,11 +285,11 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
     if is_staged():
         return branches.build(_staged(selector, branches))
     levels = batched_levels(selector)
-    around = Surroundings()
+    surroundings = Surroundings()
     operands = branches.given.tensors
     if levels or fake_mode() is not None:  # without values (``without_values``) any may be taken
         with axis_stack.parting(levels, branches.name):
-            found, _ = branches.every(around, operands)
+            found, _ = branches.every(surroundings, operands)
         unified = branches.unify(found)
         return branches.build([chosen(selector, leaf) for leaf in zip(*unified, strict=True)])
     which = place_of(innermost(selector).item(), branches.count)
@@ -301,9 +301,9 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
     results = [varied(x, deciding) for x in taken.tensors]
     taken = replace(taken, tensors=results)
     is_cast = any(map(operator.is_not, given, operands))
-    is_due = not is_repeated() or is_tracked() or any(taken.weak) or around.draws_numbers
+    is_due = not is_repeated() or is_tracked() or any(taken.weak) or surroundings.draws_numbers
     if is_due or any(map(is_vmap, transforms())):
-        with around.restored():  # and as many random numbers are drawn as by the others
+        with surroundings.restored():  # and as many random numbers are drawn as by the others
             kinds = [taken if k == which else branches.kinds(k) for k in range(branches.count)]
         known = [parts for parts in kinds if parts is not None]
         if len(known) < len(kinds):
@@ -331,15 +331,15 @@ def _with_rows(result: torch.Tensor, levels: frozenset[int]) -> torch.Tensor:
 
 
 def _staged(selector: torch.Tensor, branches: _Branches) -> Tensors:
-    around = Surroundings()
+    surroundings = Surroundings()
     operands = branches.given.tensors
 
     def once(inputs: Tensors) -> tuple[list[Tensors], int]:
-        found, draws = branches.every(around, inputs)
+        found, draws = branches.every(surroundings, inputs)
         return branches.unify(found), draws
 
     (unified, draws), closures = find_closures(once, operands)
-    lifted = Lifted(around, closures, draws)
+    lifted = Lifted(surroundings, closures, draws)
     count = len(lifted.constants)
     # what only some devices compute would otherwise have a gradient that only some sum
     deciding = axes_of(selector)

@@ -262,18 +262,18 @@ def run_scan(
     """(the last carry, the stacked outputs)"""
     if is_staged() and length > 1 and not is_unrolled:
         return _staged(body, init, xs, length, reverse)
-    around = Surroundings()
+    surroundings = Surroundings()
     numbers = range(length)
     rows = list(zip(*(x.unbind(0) for x in xs), strict=True)) if xs else [()] * length
     carry = list(init.tensors)
     ys: list[Tensors] = [[] for _ in numbers]
     if any(init.weak):
         row = rows[0] if length else _some_row(xs)
-        carry = first_carry(init, lambda carry: body.first(carry, row)[0], around)
+        carry = first_carry(init, lambda carry: body.first(carry, row)[0], surroundings)
     if not length:
-        return private(carry), _no_rows(body, carry, _some_row(xs), around)
+        return private(carry), _no_rows(body, carry, _some_row(xs), surroundings)
     for k in reversed(numbers) if reverse else numbers:
-        with around.step(k):
+        with surroundings.step(k):
             carry, ys[k] = body(carry, rows[k])
     return private(carry), [torch.stack(y) for y in zip(*ys, strict=True)]
 
@@ -284,7 +284,7 @@ def _some_row(xs: Sequence[torch.Tensor]) -> Tensors:
 
 
 def _no_rows(
-    body: Body, carry: Tensors, row: Sequence[torch.Tensor], around: Surroundings
+    body: Body, carry: Tensors, row: Sequence[torch.Tensor], surroundings: Surroundings
 ) -> Tensors:
     """The outputs of no step at all."""
 
@@ -292,23 +292,23 @@ def _no_rows(
         _, ys = body(carry, row)
         return Parts(body.carry, ys, ())
 
-    kinds = kinds_of(infer_kinds(step, around).tensors)
-    around.advance(0)
+    kinds = kinds_of(infer_kinds(step, surroundings).tensors)
+    surroundings.advance(0)
     return [torch.zeros(0, *shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
 
 
 def first_carry(
-    init: Parts, first: Callable[[Sequence[Any]], Parts], around: Surroundings
+    init: Parts, first: Callable[[Sequence[Any]], Parts], surroundings: Surroundings
 ) -> Tensors:
     """The first carry, in the dtypes that come out of the body; ``first``: the carry after a first
     step.
     """
-    return with_weak_carry(init, lambda carry: infer_kinds(lambda: first(carry), around))
+    return with_weak_carry(init, lambda carry: infer_kinds(lambda: first(carry), surroundings))
 
 
-def infer_kinds(step: Callable[[], Parts], around: Surroundings) -> Parts:
+def infer_kinds(step: Callable[[], Parts], surroundings: Surroundings) -> Parts:
     """What a first step returns, for its kinds.  It runs only if they are not known without it."""
-    with around.restored(torch.tensor(0)):
+    with surroundings.restored(torch.tensor(0)):
         if is_staged():
             with discarded():
                 return step()
@@ -318,7 +318,7 @@ def infer_kinds(step: Callable[[], Parts], around: Surroundings) -> Parts:
 
 def lifted_carry(
     init: Parts,
-    around: Surroundings,
+    surroundings: Surroundings,
     once: Callable[..., tuple[Tensors, Tensors, int]],
     *more: Tensors,
 ) -> tuple[Tensors, Lifted]:
@@ -336,24 +336,24 @@ def lifted_carry(
         init = replace(init, tensors=[varied(x, axes_of(after)) for x, after in pairs])
     pairs = list(zip(init.tensors, carry, strict=True))
     first = [x if x.dtype == like.dtype else x.to(like.dtype) for x, like in pairs]
-    return first, Lifted(around, closures, draws)
+    return first, Lifted(surroundings, closures, draws)
 
 
 def _staged(
     body: Body, init: Parts, xs: Sequence[torch.Tensor], length: int, reverse: bool
 ) -> tuple[Tensors, Tensors]:
-    around = Surroundings()
+    surroundings = Surroundings()
     numbers = torch.arange(length)  # on the device; captured rows are still on the host
 
     def once(start: Tensors, first: Tensors) -> tuple[Tensors, Tensors, int]:
         number, *row = first
         given = replace(init, tensors=start)
-        carry = first_carry(given, lambda carry: body.first(carry, row)[0], around)
-        with around.restored(number):
+        carry = first_carry(given, lambda carry: body.first(carry, row)[0], surroundings)
+        with surroundings.restored(number):
             after, ys = body(carry, row)
-            return carry, [*after, *ys], around.draws()
+            return carry, [*after, *ys], surroundings.draws()
 
-    first, lifted = lifted_carry(init, around, once, [x[0] for x in (numbers, *xs)])
+    first, lifted = lifted_carry(init, surroundings, once, [x[0] for x in (numbers, *xs)])
 
     def step(constants: Any, carry: Any, given: Any) -> Any:
         number, *row = given

@@ -190,12 +190,14 @@ class _Found(Substitute):
 class Lifted:
     """A function of the user's with what it closes over as arguments of its own."""
 
-    def __init__(self, around: Surroundings, closures: Sequence[torch.Tensor], draws: int) -> None:
+    def __init__(
+        self, surroundings: Surroundings, closures: Sequence[torch.Tensor], draws: int
+    ) -> None:
         """``closures``: of ``find_closures``; ``draws``: how many random numbers a run draws."""
-        around.advance(draws)
-        self._around = around
+        surroundings.advance(draws)
+        self._surroundings = surroundings
         self._closures = closures
-        self.constants = [*closures, *(around.rows() if draws else [])]
+        self.constants = [*closures, *(surroundings.rows() if draws else [])]
         """What it closes over."""
 
     def run(
@@ -210,7 +212,7 @@ class Lifted:
         others may follow); ``step``, ``after``: as for ``restored``.
         """
         exchange = Exchange(self._closures, constants[: len(self._closures)])
-        with exchange, self._around.restored(step, after=after):
+        with exchange, self._surroundings.restored(step, after=after):
             result = run()
         # what is returned as it is enters no operation
         found: T = map_tensors(exchange.find, result)

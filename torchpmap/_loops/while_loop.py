@@ -201,9 +201,9 @@ class _Loop:
     def body(self, carry: Sequence[torch.Tensor]) -> Tensors:
         return check_carry(self.name, self.tree, list(carry), self.first(carry))
 
-    def check_unused(self, carry: Tensors, around: Surroundings, tested: int) -> None:
+    def check_unused(self, carry: Tensors, surroundings: Surroundings, tested: int) -> None:
         """Raise what a body would raise that no step has run."""
-        with around.restored(torch.tensor(0), after=tested):
+        with surroundings.restored(torch.tensor(0), after=tested):
             found = without_values(lambda: self.first(carry))
         self._body.raise_refused()
         if found is not None:
@@ -220,8 +220,8 @@ def _run(name: str, test: Callable[..., Any], body: Callable[..., Any], init: An
 
 def _steps(loop: _Loop, init: Parts, parts: contextlib.ExitStack) -> Tensors:
     """``parts``: those of the program in which devices take different numbers of steps."""
-    around = Surroundings()
-    carry = first_carry(init, loop.first, around)
+    surroundings = Surroundings()
+    carry = first_carry(init, loop.first, surroundings)
     number = 0
     levels: frozenset[int] = frozenset()
     deciding: Axes = frozenset()
@@ -229,8 +229,8 @@ def _steps(loop: _Loop, init: Parts, parts: contextlib.ExitStack) -> Tensors:
     axes: list[Axes] = []
     while True:
         # rows that are done test no more
-        with axis_stack.parting(levels, loop.name), around.step(number):
-            goes_on, tested = loop.test(carry), around.draws()
+        with axis_stack.parting(levels, loop.name), surroundings.step(number):
+            goes_on, tested = loop.test(carry), surroundings.draws()
         if levels and went_on is not None:  # a test that draws may be true once more
             goes_on = goes_on & went_on
         carry = [varied(x, axes_of(goes_on)) for x in carry]
@@ -243,13 +243,13 @@ def _steps(loop: _Loop, init: Parts, parts: contextlib.ExitStack) -> Tensors:
         elif axes == (axes := list(map(axes_of, carry))):  # steps change nothing else
             break
         levels, went_on = batched_levels(goes_on), goes_on
-        with axis_stack.parting(levels, loop.name), around.step(number, after=tested):
+        with axis_stack.parting(levels, loop.name), surroundings.step(number, after=tested):
             after = loop.body(carry)
         if levels:
             after = [torch.where(goes_on, new, old) for new, old in zip(after, carry, strict=True)]
         carry, number = after, number + 1
     if not number:
-        loop.check_unused(carry, around, tested)
+        loop.check_unused(carry, surroundings, tested)
     return apply(_NoReverse(loop.name), carry) if carry else carry
 
 
@@ -273,21 +273,21 @@ class _NoReverse(Transformable):
 
 
 def _staged(loop: _Loop, init: Parts) -> Tensors:
-    around = Surroundings()
+    surroundings = Surroundings()
 
     tested = 0
     """How many random numbers the test draws, in each step before the body."""
 
     def once(start: Tensors) -> tuple[Tensors, Tensors, int]:
         nonlocal tested
-        carry = first_carry(replace(init, tensors=start), loop.first, around)
-        with around.restored(torch.tensor(0)):
-            deciding, tested = axes_of(loop.test(carry)), around.draws()
+        carry = first_carry(replace(init, tensors=start), loop.first, surroundings)
+        with surroundings.restored(torch.tensor(0)):
+            deciding, tested = axes_of(loop.test(carry)), surroundings.draws()
             after = [varied(x, deciding) for x in loop.body(carry)]
-            return carry, after, around.draws()
+            return carry, after, surroundings.draws()
 
-    first, lifted = lifted_carry(init, around, once)
-    counts = [torch.zeros((), dtype=torch.int64)] if around.draws() else []  # of the steps
+    first, lifted = lifted_carry(init, surroundings, once)
+    counts = [torch.zeros((), dtype=torch.int64)] if surroundings.draws() else []  # of the steps
     skipped = len(counts)
 
     def split(carry: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, Tensors]:

@@ -208,10 +208,10 @@ def _of_ways(
     plan: Plan, graph: Graph, found: Sequence[Met], collectives: Sequence[Collective]
 ) -> Iterator[Claim]:
     """Whether the devices that a collective joins take the same ways in branches and loops."""
-    apart = _parting(plan, graph, {each.group for each in found if each.around})
+    apart = _parting(plan, graph, {each.group for each in found if each.outer})
     decided: dict[tuple[Inside, str, bool], list[int]] = {}
     for number, (its, each) in enumerate(zip(found, collectives, strict=True)):
-        for node, inside in zip(its.around, each.inside, strict=True):
+        for node, inside in zip(its.outer, each.inside, strict=True):
             if kind_of_node(node) != SCAN:
                 is_same = its.group in apart and node not in apart[its.group]
                 decided.setdefault((inside, each.axis, is_same), []).append(number)

@@ -95,7 +95,7 @@ def name_of(node: Node) -> str:
 def collective(plan: Plan, found: Met) -> Collective:
     """What a node of a plan does; it has its fake value as ``meta["val"]``, and so have others."""
     node, given = found.node, arguments(found.node)
-    inside = tuple(map(_inside, found.around))
+    inside = tuple(map(_inside, found.outer))
     sources = given.get("sources")
     splits, size = given.get("output_split_sizes"), given.get("group_size")
     is_print = name_of(node) == PRINT  # the length of its text is not known

@@ -136,7 +136,7 @@ class Agreement:
         while part is not None:  # first with those that go together: one may have gone on
             size = group_named(part.group).size()
             groups.append((part.group, [f"member {k}" for k in range(size)]))
-            part = part.around if part is not apart else None
+            part = part.enclosing if part is not apart else None
         if apart is None:
             groups.append((self._group, [f"rank {k}" for k in self._ranks]))
         for group, names in groups:

@@ -78,9 +78,9 @@ _surrounding: ContextVar[Surrounding | None] = ContextVar("torchpmap_surrounding
 surrounding = _surrounding.get
 
 
-def surrounded_by(around: Surrounding | None) -> AbstractContextManager[None]:
+def surrounded_by(outer: Surrounding | None) -> AbstractContextManager[None]:
     """In the block, ``surrounding`` returns this."""
-    return assigned(_surrounding, around)
+    return assigned(_surrounding, outer)
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class BlockProgram(Program):
 
     def run(self, blocks: Sequence[torch.Tensor], process_axis: Axis | None) -> Outcome:
         if process_axis is None:
-            around = surrounding()
-            return self._run_lanes(blocks) if around is None else run_inside(self, blocks, around)
+            outer = surrounding()
+            return self._run_lanes(blocks) if outer is None else run_inside(self, blocks, outer)
         index = process_axis.index
         axes = {
             name: self.followed(axis or Axis(name, 1, torch.zeros_like(index), None))
@@ -162,13 +162,13 @@ class BlockProgram(Program):
 
     @contextlib.contextmanager
     def surrounded(
-        self, axes: Mapping[Hashable, Axis], around: Surrounding | None = None
+        self, axes: Mapping[Hashable, Axis], outer: Surrounding | None = None
     ) -> Iterator[Surrounding]:
         """A block in which the function runs; the axes that are not bound are left for mapped
-        functions inside it, which ``around``, if this is one, hears of.
+        functions inside it, which ``outer``, if this is one, hears of.
         """
         free = {name: axis for name, axis in axes.items() if name not in self.manual}
-        others = ({}, [], {}) if around is None else around[2:]
+        others = ({}, [], {}) if outer is None else outer[2:]
         found = Surrounding(self.mesh, free, *others)
         with surrounded_by(found), tracked() if self.check_vma else contextlib.nullcontext():
             yield found
@@ -229,8 +229,8 @@ class BlockProgram(Program):
         """How much the copies of a result differ; also along the axes that are not bound, which
         functions mapped inside may have used.
         """
-        around = surrounding()
-        free = {} if around is None else {n: a for n, a in around.free.items() if a.size > 1}
+        outer = surrounding()
+        free = {} if outer is None else {n: a for n, a in outer.free.items() if a.size > 1}
         same = self.shared(cut, (*self.bound, *free))
         if not same:
             return {}
@@ -309,14 +309,14 @@ def claim_of(axes: Sequence[Hashable], path: str) -> str:
 
 
 def run_inside(
-    program: BlockProgram, values: Sequence[torch.Tensor], around: Surrounding
+    program: BlockProgram, values: Sequence[torch.Tensor], outer: Surrounding
 ) -> Outcome:
     """Run on whole values of a device, along free axes of the call around; whole results."""
-    axes = {name: around.followed(name) for name in program.bound}
+    axes = {name: outer.followed(name) for name in program.bound}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(program.surrounded(around.free, around))
+        stack.enter_context(program.surrounded(outer.free, outer))
         for name, axis in axes.items():
-            stack.enter_context(bind(axis if program.check_vma else around.free[name]))
+            stack.enter_context(bind(axis if program.check_vma else outer.free[name]))
         own = [
             _own(program, x if program.check_vma else _cast(x, axes), cut, axes)
             for x, cut in zip(values, program.cuts, strict=True)
@@ -327,7 +327,7 @@ def run_inside(
         if are_active():
             stack.enter_context(within(axis_index(program.bound), program.randomness))
         outcome = program.call(own)
-        _note(program, outcome, around)
+        _note(program, outcome, outer)
         for axis in axes.values():
             stack.enter_context(bind(axis))
         if not is_tracked():
@@ -385,17 +385,17 @@ def _gathered(
     return block
 
 
-def _note(program: BlockProgram, outcome: Outcome, around: Surrounding) -> None:
+def _note(program: BlockProgram, outcome: Outcome, outer: Surrounding) -> None:
     """Have it checked that results are the same along the axes that their specs do not mention."""
     for claim, check in zip(outcome.checked, outcome.checks, strict=True):
         worst = innermost(check).amax()  # of all rows: vmaps around this call end before the check
         claim = f"{program.prefix}: {claim}"  # the error names the outermost map
-        earlier = around.checks.get(claim)  # of another call
-        around.checks[claim] = worst if earlier is None else torch.maximum(earlier, worst)
+        earlier = outer.checks.get(claim)  # of another call
+        outer.checks[claim] = worst if earlier is None else torch.maximum(earlier, worst)
     if outcome.refuse is None or tracing_mode() is None:
         return
     for leaf, (block, cut) in enumerate(zip(outcome.blocks, outcome.cuts, strict=True)):
-        same = tuple(around.free[name] for name in program.shared(cut))
+        same = tuple(outer.free[name] for name in program.shared(cut))
         if block is not None and same:
             refuse = functools.partial(outcome.refuse, leaf)
-            around.demands.append(Demand(innermost(block), same, refuse, False))
+            outer.demands.append(Demand(innermost(block), same, refuse, False))

@@ -66,7 +66,7 @@ class Capture(Closure):
         self.device = device
         self.pinned: list[Any] = []
         """Tensors whose value was read, and a ``ReadProperty`` for each other property."""
-        self._asked: set[Any] = set()
+        self._questions: set[Any] = set()
         self._plain: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """(the tensor without its class, the tensor), by the id of either."""
         self.read: list[tuple[torch.Tensor, Contents, str]] = []
@@ -142,9 +142,9 @@ class Capture(Closure):
             id(tensor) in self.grads_before or not (answer is None or is_real(answer))
         ):
             return  # the gradient is the traced function's own
-        asked = id(tensor), getattr(func, "__self__", func), repr((args, kwargs))
-        if asked not in self._asked:
-            self._asked.add(asked)
+        question = id(tensor), getattr(func, "__self__", func), repr((args, kwargs))
+        if question not in self._questions:
+            self._questions.add(question)
             self.pinned.append(
                 ReadProperty(functools.partial(func, tensor, *args, **kwargs), answer)
             )

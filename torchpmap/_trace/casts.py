@@ -362,8 +362,8 @@ class _Together(torch.autograd.Function):
         if not given:
             return (None,) * (2 + len(cotangents) + len(operands))
         inexact = list(filter(is_inexact, operands))
-        around = [*inexact, *given]
-        zeros = iter(together([_zeros(x, around) for x in inexact], around))
+        others = [*inexact, *given]
+        zeros = iter(together([_zeros(x, others) for x in inexact], others))
         return None, None, *cotangents, *(next(zeros) if is_inexact(x) else None for x in operands)
 
     @staticmethod
@@ -379,11 +379,11 @@ class _Together(torch.autograd.Function):
         return tuple(_Together.apply(levels, count, *given)), tuple(dims)
 
 
-def _zeros(x: torch.Tensor, around: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Zeros for a gradient of ``x``, rows of each vmap of which ``around`` has some."""
+def _zeros(x: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Zeros for a gradient of ``x``, rows of each vmap of which ``others`` have some."""
     with torch_function_off():
         zeros = torch.zeros_like(x)
-        for each in around:
+        for each in others:
             zeros = zeros + torch.zeros_like(each, dtype=x.dtype).sum()
     set_axes(zeros, axes_of(x))
     return zeros

@@ -108,12 +108,12 @@ def all_nodes(module: GraphModule) -> list[Node]:
     return [node for each in all_modules(module) for node in each.graph.nodes]
 
 
-def nested(graph: Graph, around: tuple[Node, ...] = ()) -> Iterator[tuple[Node, tuple[Node, ...]]]:
+def nested(graph: Graph, outer: tuple[Node, ...] = ()) -> Iterator[tuple[Node, tuple[Node, ...]]]:
     """Every node of a graph and of the graphs inside it, in program order, with those around it."""
     for node in graph.nodes:
-        yield node, around
+        yield node, outer
         for inner in inner_graphs(node):
-            yield from nested(inner, (*around, node))
+            yield from nested(inner, (*outer, node))
 
 
 def copied(graph: Graph) -> Graph:
@@ -190,7 +190,7 @@ def shows(graph: Graph) -> bool:
     """Whether graphs inside a graph print or check: an operation in them has no result, or is a
     scan of such (_trace/compiled_loops).
     """
-    return any(_shows(node) for node, around in nested(graph) if around)
+    return any(_shows(node) for node, outer in nested(graph) if outer)
 
 
 def _shows(node: Node) -> bool:
@@ -241,13 +241,13 @@ class Met(NamedTuple):
 
     node: Node
     group: str
-    around: tuple[Node, ...]
+    outer: tuple[Node, ...]
     """The loops and branches that it is in, the outermost first."""
 
 
 def met(graph: Graph) -> list[Met]:
     """The nodes that communicate, once for each group."""
-    return [Met(node, group, around) for node, around in nested(graph) for group in groups_of(node)]
+    return [Met(node, group, outer) for node, outer in nested(graph) for group in groups_of(node)]
 
 
 def groups_of(node: Node) -> list[str]:

@@ -139,8 +139,8 @@ def keep_places(made: Mapping[Node, Iterable[Node]], *, instead: bool = False) -
 def keep_only_places(node: Node) -> None:
     """Forget all of a node but its line, which is asked for if it communicates, or is recorded."""
     communicates = getattr(node.target, "namespace", "") in NAMESPACES
-    asked = communicates or recording.ring is not None or bool(inner_modules(node))
-    places = {key: node.meta[key] for key in node.meta.keys() & _PLACES if asked}
+    is_needed = communicates or recording.ring is not None or bool(inner_modules(node))
+    places = {key: node.meta[key] for key in node.meta.keys() & _PLACES if is_needed}
     node.meta.clear()
     node.meta |= places
 

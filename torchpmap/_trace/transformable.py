@@ -90,9 +90,9 @@ def apply(function: Transformable, tensors: Tensors) -> list[torch.Tensor]:
 
 def may_have_vjp(tensors: Tensors) -> bool:
     """Whether reverse-mode differentiation may follow."""
-    around = transforms()
-    if around:
-        return any(map(is_grad, around))
+    active = transforms()
+    if active:
+        return any(map(is_grad, active))
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
@@ -113,8 +113,8 @@ in their rules.
 
 def _is_recorded_in_vain() -> bool:
     """Whether torch records a function where the caller has turned that off."""
-    modes, around = _modes.get(), transforms()
-    return len(modes) > 1 and not modes[depth()] and (not around or is_grad(around[-1]))
+    modes, active = _modes.get(), transforms()
+    return len(modes) > 1 and not modes[depth()] and (not active or is_grad(active[-1]))
 
 
 class _Torchpmap(torch.autograd.Function):

@@ -62,8 +62,8 @@ class Watched:
         """Instances, their ``__dict__``, its names if these are watched, and the origin."""
 
     def __len__(self) -> int:
-        num_asked = sum(len(asked) for asked, _, _ in self._singles.values())
-        return num_asked + len(self._names) + len(self._views) + len(self._owners)
+        num_objects = sum(len(objects) for objects, _, _ in self._singles.values())
+        return num_objects + len(self._names) + len(self._views) + len(self._owners)
 
     def add(self, ask: Callable[[Any], Any], of: Any, place: Place) -> Any:
         """Watch an answer, which is returned; ``ask`` runs at each call."""
@@ -102,8 +102,8 @@ class Watched:
 
     def seal(self) -> None:
         """Make ready to compare; nothing is added afterwards."""
-        for ask, (asked, answers, _) in self._singles.items():
-            self._sources.append(partial(map, ask, asked))
+        for ask, (objects, answers, _) in self._singles.items():
+            self._sources.append(partial(map, ask, objects))
             self._expected += answers
         for table, values, _ in self._names.values():
             names = [name for name, value in values.items() if value is not MISSING]
@@ -143,8 +143,8 @@ class Watched:
 
     def changes(self) -> Iterator[Place]:
         """Where something has changed."""
-        for ask, (asked, answers, places) in self._singles.items():
-            for one, answer, place in zip(asked, answers, places, strict=True):
+        for ask, (objects, answers, places) in self._singles.items():
+            for one, answer, place in zip(objects, answers, places, strict=True):
                 if not all_same([answer_of(ask, one)], [answer]):
                     yield place
         for table, values, name_places in self._names.values():

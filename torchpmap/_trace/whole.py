@@ -75,7 +75,7 @@ class WholeTrace:
     """Leaves on which it leaves none."""
     required: list[torch.Tensor]
     """Leaves that it lets require grad."""
-    asked: list[tuple[torch.Tensor, bool]]
+    read_gradients: list[tuple[torch.Tensor, bool]]
     """Leaves of which it matters whether they had a gradient, and whether they had."""
     grad_of: dict[int, torch.Tensor]
     numbers: list[Numbers]
@@ -233,7 +233,7 @@ def _effects(
         graded=[real for real, _ in graded],
         cleared=[leaf.real for leaf in gone if leaf.is_cleared or leaf.before is not None],
         required=[x.real for x in found.leaves if not (x.is_frozen() or x.real.requires_grad)],
-        asked=[(x.real, x.before is not None) for x in found.leaves if x.was_asked],
+        read_gradients=[(x.real, x.before is not None) for x in found.leaves if x.was_read],
         grad_of=capture.grad_of,
         numbers=optimizers.numbers,
         cotangents=[k for k, answer in enumerate(found.answers) if answer is True],

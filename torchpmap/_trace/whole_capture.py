@@ -55,7 +55,7 @@ class Leaf:
     """The gradient with which the function begins."""
     is_stored: bool = True
     """Whether the tensor stores it; else it only passes it on."""
-    was_asked: bool = False
+    was_read: bool = False
     """Whether it matters if there was one."""
     is_cleared: bool = False
     """Whether the function took it away before anything asked for it."""
@@ -84,13 +84,13 @@ class Leaf:
 
     def clear(self) -> None:
         """Take it away without asking what is there, as ``zero_grad`` does."""
-        if not self.was_asked and self.gradient() is self.before:
+        if not self.was_read and self.gradient() is self.before:
             self.is_cleared = True
         with torch_function_off():
             self.stand_in.grad = None
 
     def ask(self) -> None:
-        self.was_asked |= not self.is_cleared
+        self.was_read |= not self.is_cleared
 
 
 class WholeCapture(Capture):

@@ -196,8 +196,8 @@ class Program:
         self._graded = list(map(target, traced.graded))
         self._cleared = list(map(target, traced.cleared))
         self._required = list(map(target, traced.required))
-        self._asked = [
-            (target(x), layout_of_gradient(x) if had else None) for x, had in traced.asked
+        self._read_gradients = [
+            (target(x), layout_of_gradient(x) if had else None) for x, had in traced.read_gradients
         ]
         self._closed = [x for x in traced.met if id(x) not in grad_of]
         self._kinds = kinds_of(self._closed)
@@ -228,7 +228,7 @@ class Program:
             return None
         if self._pattern(tensors) != self._alike:
             return None
-        for target, layout in self._asked:
+        for target, layout in self._read_gradients:
             if layout_of_gradient(target.of(tensors)) != layout:
                 return None
         for target, hooks in self._hooked:

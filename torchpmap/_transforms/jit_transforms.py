@@ -178,16 +178,16 @@ class Outline:
         self._tree, self._values = traced.returned
         self._met = traced.met
         self._kinds = kinds_of(self._met)
-        self._asked = [(x, layout_of_gradient(x)) for x, _ in traced.asked]
+        self._read_gradients = [(x, layout_of_gradient(x)) for x, _ in traced.read_gradients]
         self._has_key = any(x is seed for x in traced.captured)
         self._closures = [x for x in self._met if x.requires_grad]
         made = [node.meta["val"].dtype for node in results_of(traced.graph.graph)]
         outputs = [torch.empty(0, dtype=dtype, device="cpu") for dtype in made]
         inputs = [*kinds, *([seed] if self._has_key else ()), *self._closures]
-        around = ambient()
+        wanted = ambient()
 
         def settings() -> AbstractContextManager[Any]:
-            return nullcontext() if in_force(around) else applied(around)
+            return nullcontext() if in_force(wanted) else applied(wanted)
 
         self._function = WholeFunction(make, self._body, inputs, outputs, settings)
         self._function.keys = (len(kinds),) if self._has_key else ()
@@ -195,7 +195,7 @@ class Outline:
     def taken(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         """See ``Program``."""
         is_same = kinds_of(self._met) == self._kinds and all(
-            layout_of_gradient(leaf) == layout for leaf, layout in self._asked
+            layout_of_gradient(leaf) == layout for leaf, layout in self._read_gradients
         )
         return tensors if is_same else None
 

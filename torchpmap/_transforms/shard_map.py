@@ -117,8 +117,8 @@ class ShardMapped(Mapped[_P, _R]):
         return super().lower(*args, **kwargs)
 
     def _on_current_mesh(self) -> ShardMapped[_P, _R]:
-        around = surrounding()
-        mesh = current_mesh() if around is None else around.mesh
+        outer = surrounding()
+        mesh = current_mesh() if outer is None else outer.mesh
         if mesh is None:
             raise ValueError(
                 f"{self._options.prefix}: there is no mesh. Pass mesh=..., or choose one for a "
@@ -132,17 +132,17 @@ class ShardMapped(Mapped[_P, _R]):
         return found
 
     def _run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any], inside: bool) -> Any:
-        around = surrounding()
-        if around is not None and around.mesh != self._options.mesh:
+        outer = surrounding()
+        if outer is not None and outer.mesh != self._options.mesh:
             raise ValueError(
                 f"{self._options.prefix}: its mesh is {self._options.mesh}, but the shard_map "
-                f"around it runs on {around.mesh}. A shard_map inside another takes axes of the "
+                f"around it runs on {outer.mesh}. A shard_map inside another takes axes of the "
                 "same mesh: leave mesh out, or make the two equal."
             )
         call = self._preparation.arguments_of(args, kwargs)
-        if around is not None:
-            manual, free = self._options.manual, around.free
-            taken = [n for n in around.mesh.axis_names if n in manual and n not in free]
+        if outer is not None:
+            manual, free = self._options.manual, outer.free
+            taken = [n for n in outer.mesh.axis_names if n in manual and n not in free]
             if taken:
                 raise ValueError(
                     f"{self._options.prefix}: the axis {taken[0]!r} is already mapped by the "

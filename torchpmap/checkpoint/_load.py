@@ -129,11 +129,11 @@ def _wanted(leaf: Leaf, row: Row, folder: Path) -> _Wanted:
     elif (kind := leaf_kind(leaf)) in ARRAYS:
         value = like if isinstance(like, torch.Tensor) else host_tensor(like)
         dtype, shape = value.dtype, tuple(value.shape)
-    asked = _described(type(like).__name__, dtype, shape)
+    wanted = _described(type(like).__name__, dtype, shape)
     stored = _described(row.kind, row.dtype, row.shape)
-    if asked != stored:
+    if wanted != stored:
         raise ValueError(
-            f"torchpmap.checkpoint.load: {leaf.path} is {asked}, but {leaf.key!r} in the "
+            f"torchpmap.checkpoint.load: {leaf.path} is {wanted}, but {leaf.key!r} in the "
             f"checkpoint {folder} is {stored}. Give a tree of the shapes and dtypes that were "
             "saved (load without like= shows them), and convert what comes back."
         )

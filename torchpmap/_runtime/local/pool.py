@@ -310,7 +310,7 @@ class Pool:
             return self._watch.awaited(self.outbox.blocked)
         starts = self._supervisor.phase is Phase.REBUILDING
         is_awaited = self._repair_in_progress is not None
-        return dict.fromkeys(self._supervisor.unsettled() if is_awaited else (), _REPAIR[starts])
+        return dict.fromkeys(self._supervisor.unfinished() if is_awaited else (), _REPAIR[starts])
 
     def give_up(self, pending: Pending, ranks: Sequence[int], name: str) -> None:
         """End what ranks do for a request whose caller was interrupted, unless it has ended."""

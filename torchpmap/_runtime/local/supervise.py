@@ -238,7 +238,7 @@ class Supervisor:
     _failures: list[Failed] = field(default_factory=list)
     _deaths: list[Exited] = field(default_factory=list)
     _dead: set[int] = field(default_factory=set)
-    _settled: set[int] = field(default_factory=set)
+    _finished: set[int] = field(default_factory=set)
     _attempts: int = 0
     _drained_for: float = 0.0
     _overdue_at: float = math.inf
@@ -260,13 +260,13 @@ class Supervisor:
             case Drained(rank=rank):
                 if self.phase is not Phase.DRAINING:
                     return []
-                self._settled.add(rank)
-                return self._rebuild_when_settled()
+                self._finished.add(rank)
+                return self._rebuild_when_finished()
             case Ready(rank=rank, epoch=epoch):
                 if self.phase is not Phase.REBUILDING or epoch != self.epoch:
                     return []
-                self._settled.add(rank)
-                return self._report_when_settled()
+                self._finished.add(rank)
+                return self._report_when_ready()
             case StillDraining(seconds=seconds, begun=begun):
                 self._drained_for = seconds
                 return self._hurry(begun) if self.phase is Phase.DRAINING else []
@@ -297,21 +297,21 @@ class Supervisor:
         self._deaths.append(event)
         if self.phase is Phase.DRAINING:
             # a rank that still drains may wait for the one that has just died
-            return [Abort(self.epoch, self._alive()), *self._rebuild_when_settled()]
+            return [Abort(self.epoch, self._alive()), *self._rebuild_when_finished()]
         return self._drain()
 
     def _overdue(self, failure: Failed) -> list[Action]:
         is_explained = bool(self._deaths) or self.verdict().explains(failure.seq)
         actions = [] if is_explained else self._failed(failure)
         self._overdue_at = min(self._overdue_at, self._drained_for)
-        late = self.unsettled()
+        late = self.unfinished()
         return [*actions, Cancel(failure.seq, late)] if late else actions
 
     def _hurry(self, begun: Sequence[int]) -> list[Action]:
         """Cancel ranks that are still busy, and end those that do not obey."""
         poisoned = [failure.seq for failure in self._failures]
         poisoned += [death.unanswered for death in self._deaths if death.unanswered is not None]
-        late, first = self.unsettled(), min(poisoned, default=math.inf)
+        late, first = self.unfinished(), min(poisoned, default=math.inf)
         if late and self._drained_for >= self._overdue_at + _OBEY_S:
             return [Kill(late, _OVERDUE)]
         patience = min(_STUCK_S, self._interrupted_at + _INTERRUPTED_S)
@@ -330,26 +330,26 @@ class Supervisor:
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank is known to run nothing that was sent before the failure."""
-        return self.phase is not Phase.HEALTHY and (rank in self._dead or rank in self._settled)
+        return self.phase is not Phase.HEALTHY and (rank in self._dead or rank in self._finished)
 
-    def unsettled(self) -> tuple[int, ...]:
+    def unfinished(self) -> tuple[int, ...]:
         """The ranks that a repair waits for."""
         if self.phase not in (Phase.DRAINING, Phase.REBUILDING):
             return ()
-        return tuple(rank for rank in self._alive() if rank not in self._settled)
+        return tuple(rank for rank in self._alive() if rank not in self._finished)
 
     def _alive(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.size) if rank not in self._dead)
 
     def _drain(self) -> list[Action]:
         self.phase = Phase.DRAINING
-        self._settled.clear()
+        self._finished.clear()
         self._drained_for, self._overdue_at, self._interrupted_at = 0.0, math.inf, math.inf
         alive = self._alive()
-        return [Abort(self.epoch, alive), Drain(alive), *self._rebuild_when_settled()]
+        return [Abort(self.epoch, alive), Drain(alive), *self._rebuild_when_finished()]
 
-    def _rebuild_when_settled(self) -> list[Action]:
-        if not self._settled.issuperset(self._alive()):
+    def _rebuild_when_finished(self) -> list[Action]:
+        if not self._finished.issuperset(self._alive()):
             return []
         self._attempts += 1
         if self._attempts > self.max_attempts:
@@ -357,13 +357,13 @@ class Supervisor:
             return [Close(self.verdict())]
         dead = tuple(sorted(self._dead))
         self._dead.clear()
-        self._settled.clear()
+        self._finished.clear()
         self.phase = Phase.REBUILDING
         self.epoch += 1
         return [*([Respawn(dead)] if dead else []), Regroup(self.epoch)]
 
-    def _report_when_settled(self) -> list[Action]:
-        if len(self._settled) < self.size:
+    def _report_when_ready(self) -> list[Action]:
+        if len(self._finished) < self.size:
             return []
         self._attempts = 0
         return [Announce(self.go_on())]
@@ -377,7 +377,7 @@ class Supervisor:
         self.phase = Phase.HEALTHY
         self._failures.clear()
         self._deaths.clear()
-        self._settled.clear()
+        self._finished.clear()
         return verdict
 
     def verdict(self) -> Verdict:

@@ -259,7 +259,7 @@ class _Worker:
         self.completion.launched(seq, self.doing, self.communicates, self.source)
         self.communicates, self.source = False, None
 
-    def settled(self) -> bool:
+    def wait_for_device(self) -> bool:
         """Wait until the device has done everything; whether nothing has failed."""
         return self.completion is None or self.completion.settle()
 
@@ -303,7 +303,7 @@ class _Worker:
         # unpickled for every call: changes that the last one made to captured objects must not be
         # seen
         work: Work = pickle.loads(self.bodies[task.body_id])
-        if not self.settled():
+        if not self.wait_for_device():
             return
         report, stored = self.executor.run(task, work, self.values.of(task.inputs))
         self.reply(seq, (report, len(stored)), dict(enumerate(stored, task.first_output)))
@@ -383,7 +383,7 @@ class _Worker:
 
     def supervised(self, kind: int, seq: int, body: memoryview) -> None:
         if kind == wire.DRAIN:
-            self.settled()  # a command that an abort has left half done fails now
+            self.wait_for_device()  # a command that an abort has left half done fails now
             self.stream.send([frame(wire.DRAINED, seq)])
             return
         if kind != wire.REGROUP:
