@@ -73,6 +73,7 @@ def test_writes_to_arrays_reach_those_of_the_caller():
 
     f, plain, backwards = jit(step), np.zeros(3), np.zeros(3)
     assert f(plain).tolist() == [2.0] * 3
+    assert f(np.zeros((0, 3))).shape == (0, 3)
     with pytest.warns(match="writes to a NumPy array with which no tensor can share memory"):
         assert f(backwards[::-1]).tolist() == [2.0] * 3
     assert plain.tolist() == backwards.tolist() == [1.0] * 3
@@ -89,12 +90,14 @@ ODD = {
 }
 
 
+@pytest.mark.parametrize("laid_out", [False, True])
 @pytest.mark.parametrize(("value", "text"), ODD.values(), ids=ODD)
-def test_arguments_that_cannot_be_on_devices(value, text):
-    f = jit(lambda x, n: x * n)
+def test_arguments_that_cannot_be_on_devices(value, text, laid_out):
+    where = tp.NamedSharding(tp.make_mesh(*LINE), P()) if laid_out else None
+    f = jit(lambda x, n: x * n, out_shardings=where)
     f(X, 2)
     for _ in range(2):
-        with pytest.raises(TypeError, match=rf"jit\(<lambda>\): argument\[0\]\[0\] {text}"):
+        with pytest.raises(TypeError, match=rf"jit\(<lambda>\): argument x {text}"):
             f(value, 2)
 
 

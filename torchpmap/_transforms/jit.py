@@ -183,7 +183,7 @@ class Jitted(Made, Generic[_P, _R]):
         return outline.changes.put_back(outline.call(taken), (args, kwargs))
 
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JitCall:
-        return JitCall(self._fun, args, kwargs, self._options.prefix)
+        return JitCall(self._fun, args, kwargs, self._options.prefix, self.__wrapped__)
 
     def _program_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], make: Callable[..., Any]

@@ -123,9 +123,16 @@ _TENSOR = object()
 class JitCall:
     """A call, taken apart."""
 
-    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, prefix: str) -> None:
-        """``prefix``: the function, as messages name it."""
-        self.fun, self._own, self._prefix = fun, fun, prefix
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        prefix: str,
+        own: Callable[..., Any] | None = None,
+    ) -> None:
+        """``prefix``: the function, as messages name it; ``own``: the user's, if ``fun`` is not."""
+        self.fun, self._own, self._prefix = fun, own or fun, prefix
         self.leaves, self.structure = flatten_call(args, kwargs)
         for k, x in enumerate(self.leaves):
             if isinstance(x, np.ndarray):
@@ -143,9 +150,12 @@ class JitCall:
         return [f"argument {path}" for path in self.paths]
 
     def _of_array(self, x: np.ndarray[Any, Any], k: int) -> torch.Tensor:
-        check_dtype(x, f"{self._prefix}: {self.names[k]}")
-        made = host_tensor(x)
-        if not np.may_share_memory(x, made.numpy()):
+        try:
+            made = host_tensor(x)
+        except TypeError:
+            check_dtype(x, f"{self._prefix}: {self.names[k]}")
+            raise
+        if x.size and not np.may_share_memory(x, made.numpy()):
             made.is_copy = True  # type: ignore[attr-defined]
         return made
 
