@@ -177,6 +177,8 @@ def test_a_compiled_call_takes_arguments_as_the_function_does():
         compiled(a=X + 1, b=None, n=1, none=None)
     with pytest.raises(TypeError, match=r"argument b has the layout torch\.sparse_coo"):
         compiled(a=X + 1, b=X.to_sparse(), n=1, none=None)
+    with pytest.raises(TypeError, match="argument b is on the meta device"):
+        compiled(a=X + 1, b=X.to("meta"), n=1, none=None)
 
 
 def test_transforms_of_a_compiled_call():

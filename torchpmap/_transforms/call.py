@@ -25,7 +25,7 @@ from torchpmap._sharded.transfer import host_tensor
 from torchpmap._trace.compile import EAGER, Backend
 from torchpmap._trace.environment import Environment
 from torchpmap._trace.escaped import Escaped
-from torchpmap._trace.kinds import check_dtype, check_number, oddity
+from torchpmap._trace.kinds import check_dtype, check_number, insist, oddity
 from torchpmap._trace.program import Block, Constant
 
 _T = TypeVar("_T")
@@ -198,6 +198,8 @@ class CallArguments:
             )
         for path, leaf, known in zip(self.paths, leaves, self.leaves, strict=True):
             describe(leaf, path, options)
+            if isinstance(leaf, torch.Tensor):
+                insist(leaf, f"{options.prefix}: argument {path}")
             kind = leaf_kind(leaf)
             if kind != known:
                 raise TypeError(
