@@ -279,6 +279,18 @@ def test_attributes():
     assert not noticed(lambda r: r * w, lambda: setattr(w, "tag", 3))
 
 
+def test_attributes_that_a_function_gets_later():
+    def helper():
+        return 1
+
+    def ask(function):
+        return getattr(function, "rate", 1)
+
+    assert noticed(lambda: ask(helper), lambda: setattr(helper, "rate", 2))
+    assert noticed(lambda: ask(helper), lambda: delattr(helper, "rate"))
+    assert not noticed(lambda: helper(), lambda: setattr(helper, "rate", 2))
+
+
 def test_attributes_and_texts_with_the_name_of_a_global(monkeypatch):
     fun = eval("lambda r: r.STEP(axis='VALUE')", globals())
     for name in ("STEP", "VALUE"):

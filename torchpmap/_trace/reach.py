@@ -171,9 +171,12 @@ class Walk:
 
     def _never_called(self) -> None:
         """Watch that what has the name of a method in the code, such as a number of steps beside
-        ``optimizer.step()``, stays what cannot be called.
+        ``optimizer.step()``, stays so; and that functions get no names, if code may ask for some.
         """
+        may_lack = not _ASKING.isdisjoint(self.names)
         for table, _, done, origin, is_instance in self._owners:
+            if may_lack and not is_instance:
+                self.watched.add_size(table, Place(origin, "attribute"))
             for name in self.names.intersection(table) - done if is_instance else ():
                 is_simple = functools.partial(_is_simple, table, name)
                 self.watched.add_read(is_simple, Place(origin, "attribute", name))
@@ -358,24 +361,21 @@ class Walk:
     def _function(self, function: types.FunctionType, origin: str) -> None:
         is_outermost = not len(self.watched)
         place = Place(origin, "attribute", "__code__")
-        add = self.watched.add
-        code, defaults, keywords = (add(ask, function, place) for ask in OF_A_FUNCTION)
+        code, defaults, keywords = (self.watched.add(ask, function, place) for ask in OF_A_FUNCTION)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             place = Place(repr(name) if is_outermost else origin, "name", name)
             if (id(cell), "cell_contents") in self._stored:
                 continue
             follow = self._meet if name == "__class__" else self._add  # of super()
             try:
-                follow(add(cell_contents, cell, place), place.origin)
+                follow(self.watched.add(cell_contents, cell, place), place.origin)
             except ValueError:  # not assigned yet
                 self._watch(functools.partial(answer_of, cell_contents, cell), place)
         self._add_all((defaults, keywords), origin)
         facts = code_facts(code)
-        names = set(facts.mentioned)
-        if code.co_name in _AT_CREATION:
-            names -= _AT_CREATION  # of its bases, which are followed
-        else:
-            self._read.update(facts.attributes)
+        is_creation = code.co_name in _AT_CREATION  # those of its bases are followed
+        names = facts.mentioned - (_AT_CREATION if is_creation else set())
+        self._read |= set() if is_creation else facts.attributes
         self.names |= names
         self._read |= names.difference(facts.unread)
         self._reads_any |= facts.reads_any
