@@ -77,8 +77,8 @@ _Rest = ParamSpec("_Rest")
 _R = TypeVar("_R")
 _Instance = TypeVar("_Instance")
 
-_MAX_PREPARED = 4096
-"""Calls that a function keeps prepared."""
+_MAX_PREPARED = 8192
+"""What a function keeps prepared; a way to call it takes two places, by its key and its plan's."""
 
 _MAX_INSTANCES = 64
 """Of a class, whose methods keep what was prepared for them; the oldest are forgotten."""
@@ -292,7 +292,7 @@ class Mapped(Made, Generic[_P, _R]):
     def _limit(self) -> None:
         """Forget all if there is too much: statics and shapes that never repeat, for example."""
         if len(self._prepared) >= _MAX_PREPARED:
-            self._forget(f"it was called in more than {_MAX_PREPARED} ways")
+            self._forget(f"it was called in more than {_MAX_PREPARED // 2} ways")
 
     def _forget(self, because: str) -> None:
         runtime = current_runtime()
