@@ -101,8 +101,8 @@ class WholeCapture(Capture):
         self._hook = hook
         self.leaves: dict[int, Leaf] = {}
         """By the id of the stand-in."""
-        self._others: dict[int, torch.Tensor] = {}
-        """What requires no grad, by the id of the stand-in."""
+        self._others: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """What requires no grad, and its stand-in, by the id of that."""
         self.grad_of: dict[int, torch.Tensor] = {}
         """Id of a gradient from before -> the leaf: each call may find another there."""
         self.is_outside = False
@@ -134,7 +134,7 @@ class WholeCapture(Capture):
         with torch_function_off(), outside_modes():
             requires_grad, is_stored = real.requires_grad, real.is_leaf
         if not requires_grad:
-            self._others[id(stand_in)] = real
+            self._others[id(stand_in)] = real, stand_in
         elif not is_stored and not is_given:
             raise Untraceable(
                 "a tensor that requires grad was computed outside of the function",
@@ -150,7 +150,7 @@ class WholeCapture(Capture):
         """
         if id(stand_in) in self._others and stand_in.grad_fn is None:
             with outside_transforms():
-                self._add_leaf(self._others.pop(id(stand_in)), stand_in, True)
+                self._add_leaf(*self._others.pop(id(stand_in)), True)
         return self.leaves.get(id(stand_in))
 
     def _add_leaf(self, real: torch.Tensor, stand_in: torch.Tensor, is_stored: bool) -> None:
