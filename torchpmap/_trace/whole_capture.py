@@ -102,7 +102,7 @@ class WholeCapture(Capture):
         self.leaves: dict[int, Leaf] = {}
         """By the id of the stand-in."""
         self._others: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """What requires no grad, and its stand-in, by the id of that."""
+        """What requires no grad, and its stand-in, by the id of the latter."""
         self.grad_of: dict[int, torch.Tensor] = {}
         """Id of a gradient from before -> the leaf: each call may find another there."""
         self.is_outside = False
