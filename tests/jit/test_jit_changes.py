@@ -407,4 +407,15 @@ def elements_by_their_places_in_memory(on):
     return [f(on.put(data()))]
 
 
+@CASES.add()
+def bodies_return_parts_of_what_comes_from_outside(on):
+    weight = data(0, 40)[8:]
+
+    def f(x):
+        ys = tp.scan(lambda c, _: (c, (weight[4:], x[1:])), x, None, length=2)[1]
+        return (*ys, tp.cond(x.sum() > 0, lambda: x[2:], lambda: weight[:2]))
+
+    return on.jit(f)(on.put(data(1, 4)))
+
+
 test_as_in_plain_torch = CASES.tests()

@@ -46,7 +46,9 @@ def draws(x):
     carry, ys = tp.scan(lambda c, _: (c + torch.rand(2), torch.randn(2)), x, None, length=3)
     done = tp.while_loop(lambda s: s[1] < 2, lambda s: (s[0] + torch.rand(2), s[1] + 1), (x, 0))
     chosen = tp.cond(x.sum() > 1, lambda: torch.rand(2) + torch.rand(2), lambda: torch.rand(2))
-    return first, carry, ys, done[0], chosen, torch.rand(2)
+    branches = [lambda n=n: sum(torch.rand(2) for _ in range(n)) for n in (1, 2, 3)]
+    switched = tp.switch((x.sum() > 1).long(), branches)
+    return first, carry, ys, done[0], chosen, switched, torch.rand(2)
 
 
 @pytest.mark.long

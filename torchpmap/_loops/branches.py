@@ -227,9 +227,12 @@ class _Branches:
                 draws = max(draws, surroundings.draws())
         return found, draws
 
-    def kinds(self, which: int) -> Parts | None:
-        """What a branch would return; None if that cannot be found out without running it."""
-        found = without_values(lambda: self.parts(which, self.given.tensors))
+    def kinds(self, surroundings: Surroundings, which: int) -> Parts | None:
+        """What a branch would return; None if that cannot be found out without running it.  As many
+        random numbers are drawn as by it, if those are more.
+        """
+        with surroundings.restored():
+            found = without_values(lambda: self.parts(which, self.given.tensors))
         self._functions[which].raise_refused()
         return found
 
@@ -303,8 +306,8 @@ def _run(selector: torch.Tensor, branches: _Branches) -> Any:
     is_cast = any(map(operator.is_not, given, operands))
     is_due = not is_repeated() or is_tracked() or any(taken.weak) or surroundings.draws_numbers
     if is_due or any(map(is_vmap, transforms())):
-        with surroundings.restored():  # and as many random numbers are drawn as by the others
-            kinds = [taken if k == which else branches.kinds(k) for k in range(branches.count)]
+        every = range(branches.count)
+        kinds = [taken if k == which else branches.kinds(surroundings, k) for k in every]
         known = [parts for parts in kinds if parts is not None]
         if len(known) < len(kinds):
             results = together(results, given) if is_cast else results

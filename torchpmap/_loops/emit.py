@@ -130,8 +130,9 @@ def inner(body: Callable[..., Tensors], kinds: Sequence[Kind], axes: Sequence[Ax
         varying[:] = map(axes_of, results)
         # torch lets no result share memory with an input or another result, and (2.13) takes no
         # branches of which one returns a part of a larger tensor
-        dense = (_dense(x.detach()) for x in results)
-        whole = (x.clone() if x.storage_offset() else x for x in dense)
+        dense = [_dense(x.detach()) for x in results]
+        with torch_function_off():  # no question of the user's
+            whole = [x.clone() if x.storage_offset() else x for x in dense]
         return tuple(apart(whole, (*tensors, *reads.tensors)))
 
     examples = [fake(*kind) for kind in kinds]

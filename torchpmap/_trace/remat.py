@@ -41,9 +41,11 @@ from torchpmap._trace.graphs import (
     call,
     current_capture,
     drop_dead,
+    inner_graphs,
     is_kept,
     is_view,
     kind_of_node,
+    nested,
     operations,
     placeholders,
 )
@@ -356,7 +358,8 @@ class Following(torch.fx.Interpreter):
 @contextlib.contextmanager
 def _ready_for(node: Node) -> Iterator[None]:
     """torch's rule for a loop (2.13) needs something that hears of shapes that depend on values."""
-    if kind_of_node(node) != WHILE:
+    inside = (each for graph in inner_graphs(node) for each, _ in nested(graph))
+    if not any(kind_of_node(each) == WHILE for each in (node, *inside)):
         yield
         return
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
