@@ -326,9 +326,11 @@ def new_fake(
 ) -> torch.Tensor:
     """A ``FakeTensor`` of a mode, contiguous if no strides are given, which no other mode sees."""
     with outside_modes(), torch_function_off():
-        lies = {} if strides is None else {"stride": strides}
-        make: Any = torch.empty if strides is None else torch.empty_strided
-        return FakeTensor(mode, make(shape, **lies, dtype=dtype, device="meta"), device)
+        if strides is None:
+            made = torch.empty(shape, dtype=dtype, device="meta")
+        else:
+            made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return FakeTensor(mode, made, device)
 
 
 new_wrapper = torch.Tensor._make_wrapper_subclass

@@ -410,7 +410,7 @@ def is_real(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
 
-def nodes_behind(tensors: Iterable[torch.Tensor]) -> set[Any]:
+def autograd_nodes(tensors: Iterable[torch.Tensor]) -> set[Any]:
     """The nodes of autograd that tensors were computed by."""
     waiting: list[Any] = [x.grad_fn for x in tensors]
     seen: set[Any] = set()

@@ -28,8 +28,8 @@ from torchpmap._trace.capture import (
     READERS,
     Capture,
     TracedCalls,
+    autograd_nodes,
     is_real,
-    nodes_behind,
 )
 from torchpmap._trace.untraceable import Untraceable
 
@@ -76,7 +76,7 @@ class Leaves:
         with torch_function_off(), outside_modes():
             # those of a transform are wrapped, and lead to its own arguments
             tensors = (x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
-            for node in nodes_behind(x for x in tensors if not is_wrapped(x)):
+            for node in autograd_nodes(x for x in tensors if not is_wrapped(x)):
                 leaf = getattr(node, "variable", None)
                 real = None if leaf is None else self._real.get(id(leaf))
                 if real is not None and any(hooks_of(real)):

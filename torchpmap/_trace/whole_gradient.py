@@ -20,7 +20,7 @@ from torchpmap._base.ambient import ambient, applied, for_graph
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import outside_modes, torch_function_off
-from torchpmap._trace.capture import nodes_behind
+from torchpmap._trace.capture import autograd_nodes
 from torchpmap._trace.graphs import copied_whole, drop_dead, output_of, placeholders, results_of
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole_capture import WholeCapture
@@ -33,7 +33,7 @@ def is_differentiable(result: torch.Tensor) -> bool | str:
     that was written to.
     """
     answer: bool | str = result.grad_fn is not None
-    for node in nodes_behind([result]):
+    for node in autograd_nodes([result]):
         refusal = _refusal(node)
         if "freed" in refusal:
             return False
@@ -93,7 +93,7 @@ def pull_back(capture: WholeCapture, results: Tensors, arguments: Tensors) -> li
             kinds = [(tuple(x.shape), x.dtype) for x in results]
             cotangents = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
         given = [capture.substitute(x) for x in cotangents]
-    if len(results) > 1 and any(map(_may_mix, nodes_behind(results))):
+    if len(results) > 1 and any(map(_may_mix, autograd_nodes(results))):
         raise Untraceable(
             "several results require grad, and a torch.autograd.Function of several results is "
             "among what they are computed by: what it does with a cotangent that is not there is "

@@ -220,22 +220,34 @@ def check_in_axes(in_axes: Any) -> None:
         check_axis_spec(in_axes, "pmap in_axes")
 
 
-def make_options(name: str, **given: Any) -> Options:
-    """The settings of ``pmap``, checked."""
-    check_axis_name(given["axis_name"])
-    check_in_axes(given["in_axes"])
-    check_axis_spec(given["out_axes"], "pmap out_axes")
-    (static, static_names), (donate, donate_names) = (
-        [as_tuple(given.pop(key), f"pmap: {key}", kind) for key, kind in (numbers, names)]
-        for numbers, names in _PICKED
-    )
+def make_options(
+    name: str,
+    *,
+    static_broadcasted_argnums: Any,
+    static_broadcasted_argnames: Any,
+    donate_argnums: Any,
+    donate_argnames: Any,
+    devices: Sequence[Device] | None,
+    backend: str | None,
+    compile: Any,
+    timeout: float | None,
+    **others: Any,
+) -> Options:
+    """The settings of ``pmap``, checked; ``others``: those that stay as they are."""
+    check_axis_name(others["axis_name"])
+    check_in_axes(others["in_axes"])
+    check_axis_spec(others["out_axes"], "pmap out_axes")
+    static = as_tuple(static_broadcasted_argnums, "pmap: static_broadcasted_argnums", int)
+    donate = as_tuple(donate_argnums, "pmap: donate_argnums", int)
+    static_names = as_tuple(static_broadcasted_argnames, "pmap: static_broadcasted_argnames", str)
+    donate_names = as_tuple(donate_argnames, "pmap: donate_argnames", str)
     if set(static) & set(donate) or set(static_names) & set(donate_names):
         raise ValueError(
             f"pmap: static_broadcasted_argnums {list(static or static_names)} and donate_argnums "
             f"{list(donate or donate_names)} cannot intersect."
         )
-    check_randomness("pmap", given["randomness"])
-    axis_size, timeout = given["axis_size"], given.pop("timeout")
+    check_randomness("pmap", others["randomness"])
+    axis_size = others["axis_size"]
     if axis_size is not None and (type(axis_size) is not int or axis_size < 1):
         raise ValueError(f"pmap: axis_size must be a positive int, but got {axis_size!r}.")
     return Options(
@@ -244,18 +256,12 @@ def make_options(name: str, **given: Any) -> Options:
         static_argnames=static_names,
         donate_argnums=donate,
         donate_argnames=donate_names,
-        devices=_device_list(given.pop("devices")),
-        platform=given.pop("backend"),
-        backend=parse_compile(given.pop("compile")),
+        devices=_device_list(devices),
+        platform=backend,
+        backend=parse_compile(compile),
         timeout=None if timeout is None else check_timeout("pmap: timeout", timeout),
-        **given,
+        **others,
     )
-
-
-_PICKED = (
-    (("static_broadcasted_argnums", int), ("static_broadcasted_argnames", str)),
-    (("donate_argnums", int), ("donate_argnames", str)),
-)
 
 
 def _device_list(devices: Sequence[Device] | None) -> tuple[Device, ...] | None:

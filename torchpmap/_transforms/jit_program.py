@@ -200,7 +200,7 @@ class Program:
             (target(x), layout_of_gradient(x) if had else None) for x, had in traced.read_gradients
         ]
         self._closed = [x for x in traced.met if id(x) not in grad_of]
-        self._kinds = kinds_of(self._closed)
+        self._kinds = fixed_parts(self._closed)
         self._hooked = [(target(x), _hooks(x)) for x in traced.leaves]
         written = [x for x in traced.written if id(x) not in self._places]
         self._own = {id(x): x for x in (*self._closed, *written)}
@@ -224,7 +224,7 @@ class Program:
 
     def taken(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         """What it takes of a call; None unless all is as it was in the trace, but for values."""
-        if not self.plan.holds() or kinds_of(self._closed) != self._kinds:
+        if not self.plan.holds() or fixed_parts(self._closed) != self._kinds:
             return None
         if self._pattern(tensors) != self._alike:
             return None
@@ -374,7 +374,7 @@ def _hooks(leaf: torch.Tensor) -> tuple[int, ...]:
     return tuple(itertools.chain(*hooks_of(leaf)))
 
 
-def kinds_of(tensors: Sequence[Any]) -> Any:
+def fixed_parts(tensors: Sequence[Any]) -> Any:
     """What must not change of tensors that a function closes over."""
     where = [x._layout if type(x) is ShardedTensor else (x.shape, x.dtype) for x in tensors]
     return where, list(map(own_strides, tensors)), [x.requires_grad for x in tensors]

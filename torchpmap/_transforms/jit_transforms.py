@@ -43,7 +43,7 @@ from torchpmap._trace.transformable import jvp_of, vjp_of
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
 from torchpmap._transforms.jit_containers import Changes
-from torchpmap._transforms.jit_program import Options, kinds_of, layout_of_gradient
+from torchpmap._transforms.jit_program import Options, fixed_parts, layout_of_gradient
 from torchpmap._transforms.jit_values import RESULT, JitCall, returned
 from torchpmap.random._streams import batched_key, draw_key, new_seed, streams_of
 
@@ -177,7 +177,7 @@ class Outline:
         _refuse_effects(traced, options.where)
         self._tree, self._values = traced.returned
         self._met = traced.met
-        self._kinds = kinds_of(self._met)
+        self._kinds = fixed_parts(self._met)
         self._read_gradients = [(x, layout_of_gradient(x)) for x, _ in traced.read_gradients]
         self._has_key = any(x is seed for x in traced.captured)
         self._closures = [x for x in self._met if x.requires_grad]
@@ -194,7 +194,7 @@ class Outline:
 
     def taken(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         """See ``Program``."""
-        is_same = kinds_of(self._met) == self._kinds and all(
+        is_same = fixed_parts(self._met) == self._kinds and all(
             layout_of_gradient(leaf) == layout for leaf, layout in self._read_gradients
         )
         return tensors if is_same else None
