@@ -17,7 +17,7 @@ import torch
 from torchpmap._base.inexact import is_inexact
 from torchpmap._base.pytree import TreeSpec, tree_flatten, tree_unflatten
 from torchpmap._base.torch_internals import outside_modes
-from torchpmap._base.writes import written_values
+from torchpmap._base.writes import written_names, written_values
 from torchpmap._sharded.arguments import (
     Slot,
     Unsupported,
@@ -111,6 +111,8 @@ def tried(
     func: Any, arguments: dict[str, Any], operands: Sequence[Any], *, on_cpu: bool = True
 ) -> Trial:
     """Run a call on meta tensors of the whole shapes; ``on_cpu``: whether the devices are CPUs."""
+    if name_of(func) in INSTEAD and written_names(func._schema.arguments):
+        raise Unsupported  # out=: what runs instead returns its results
     values = stand_ins(operands, lambda x: meta(x.shape, x.dtype))
     result = masked(on_meta(func, arguments, values), arguments)
     check_here(func, arguments, operands, on_cpu=on_cpu)
