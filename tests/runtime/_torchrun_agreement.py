@@ -85,14 +85,15 @@ DIFFERENT: dict[str, Callable[[Rank], Any]] = {
 """What the processes must not do differently: all raise, and go on."""
 
 
+DIFFERS = "must be the same in all processes, but rank 1 has another value than rank 0: "
+
 for _name, _run in DIFFERENT.items():
 
     def _differ(run: Any = _run) -> Any:
         return run(tp.process_index())
 
     _differ.__name__ = f"different_by_{_name}"
-    text = "must be the same in all processes, but rank 1 has another value than rank 0: "
-    expect_error(ValueError, text)(_differ)
+    expect_error(ValueError, DIFFERS)(_differ)
 
 
 OTHER_ROWS: dict[str, tuple[str, Callable[[bool], Any]]] = {
@@ -202,19 +203,21 @@ def the_first_call_of_a_shared_value():
 @expect(
     lambda rank, count: (
         [0.0, 2.0]
-        if rank == 0
+        if rank < count - 1
         else Raised(
             "ValueError",
-            f"double: this process (rank {rank}) has none of the devices {DEVICE}:0; only the "
-            "processes of these devices may call it.",
+            f"double: this process (rank {rank}) has none of the devices "
+            f"{', '.join(f'{DEVICE}:{k}' for k in range(count - 1))}; only the processes of these "
+            "devices may call it.",
         )
     )
 )
-def devices_of_another_process():
+def devices_of_other_processes():
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    mesh = tp.make_mesh((1,), ("x",), devices=tp.devices()[:1])
+    others = tp.devices()[:-1]
+    mesh = tp.make_mesh((len(others),), ("x",), devices=others)
     mapped = tp.shard_map(double, mesh=mesh, in_specs=P(), out_specs=P(), compile=GRAPH)
     return mapped(torch.arange(2.0)).tolist()
 

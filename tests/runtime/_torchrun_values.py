@@ -11,6 +11,7 @@ import tempfile
 from typing import Any
 
 import _torchrun_agreement  # adds cases
+import _torchrun_given  # adds cases
 import numpy as np
 import torch
 from _launched import Raised, host, run_cases
@@ -36,7 +37,7 @@ from _torchrun_cases import (
 import torchpmap as tp
 from torchpmap._base.ambient import ambient, applied
 
-__all__ = ["CASES", "GRAPH", "Case", "_torchrun_agreement"]
+__all__ = ["CASES", "GRAPH", "Case", "_torchrun_agreement", "_torchrun_given"]
 
 # -- values ----------------------------------------------------------------------------------------
 
