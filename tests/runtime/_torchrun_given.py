@@ -13,6 +13,7 @@ from _launched import Raised
 from _torchrun_agreement import DIFFERS, Rank, seeded
 from _torchrun_cases import (
     CASES,
+    GRAPH,
     X,
     expect,
     expect_error,
@@ -64,12 +65,13 @@ def of_a_pmap_of_a_pmap(rank: Rank, compile: Any) -> Any:
     return mapped(tp.pmap(lambda x: x * value), compile)(ROW[None])
 
 
-def on_blocks(given: torch.Tensor, value: torch.Tensor, compile: Any) -> Any:
+def of_blocks(function: Callable[..., Any], compile: Any) -> Any:
     mesh = tp.make_mesh((tp.process_count(),), ("x",))
-    call = tp.shard_map(
-        lambda x: x * value, mesh=mesh, in_specs=P("x"), out_specs=P("x"), compile=compile
-    )
-    return call(given.repeat(tp.process_count()))
+    return tp.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"), compile=compile)
+
+
+def on_blocks(given: torch.Tensor, value: torch.Tensor, compile: Any) -> Any:
+    return of_blocks(lambda x: x * value, compile)(given.repeat(tp.process_count()))
 
 
 def of_a_list(rank: Rank, compile: Any) -> Any:
@@ -171,6 +173,12 @@ def different_by_a_closure_on_devices_of_some_processes(compile):
     rank = tp.process_index()
     devices = tp.devices()[:2] if rank < 2 else tp.local_devices()
     return closing_over(own(rank), compile, devices=devices)
+
+
+@expect_same(None)
+def one_process_alone_may_lower_a_shard_map():
+    if tp.process_index() == 0:
+        of_blocks(torch.neg, GRAPH).lower(torch.ones(tp.process_count()))
 
 
 @in_both_modes(expect_same(torch.tensor([[12.0, 6.0]])))
