@@ -128,22 +128,9 @@ def _number():
     return torch.tensor([tp.process_index()])
 
 
-def _here(own: torch.Tensor) -> tp.ShardedTensor:
-    """On the device of this process, where it may be another value than in the others."""
-    return tp.replicate(own, tp.local_devices())
-
-
-def _that_differs(function, compile, **options):
-    """What a call gives whose closure differs: it is compared in the first call of its kind."""
-    own = torch.tensor(0.0)
-    call = mapped(lambda x: function(own, x), compile, **options)
-    call(mine())
-    own.fill_(100.0 * tp.process_index())
-    return call(mine())
-
-
 def _with_closure(compile, **options):
-    return _that_differs(lambda own, x: own + 0 * x, compile, **options)
+    own = torch.tensor(100.0 * tp.process_index())
+    return mapped(lambda x: own + 0 * x, compile, **options)(mine())
 
 
 def _drawn(compile: Any, rows: int) -> torch.Tensor:
@@ -190,11 +177,11 @@ IN_BOTH_MODES: dict[str, Any] = {
     "in_axes_none_is_each_processs_own": (
         expect(lambda rank, count: part(X, rank, count) + 100 * rank),
         lambda compile: mapped(lambda x, own: x + own, compile, in_axes=(0, None))(
-            mine(), _here(100.0 * _number()[0]))),
+            mine(), 100.0 * _number()[0])),
     "in_axes_none_in_a_sum": (
         expect(lambda rank, count: (4 // count) * sum(range(count)) * torch.ones(4 // count)),
         lambda compile: mapped(lambda x, own: _sum(own), compile, in_axes=(0, None))(
-            mine(), _here(_number()[0].float()))),
+            mine(), _number()[0].float())),
     "in_axes_one_out_axes_one": (
         expect_rows(COLUMNS * COLUMNS.sum(1, keepdim=True), dim=1),
         lambda compile: mapped(lambda x: x * _sum(x), compile, in_axes=1, out_axes=1)(
@@ -230,7 +217,8 @@ def gradient_outside_of_a_sum(compile):  # JAX: [0, 4] and [8, 12]
 
 @in_both_modes(expect_same(torch.tensor(0.0)))
 def out_axes_none_of_a_closure_that_differs(compile):
-    return _that_differs(lambda own, x: own, compile, out_axes=None)
+    own = torch.tensor(100.0 * tp.process_index())
+    return mapped(lambda x: own, compile, out_axes=None)(mine())
 
 
 @in_both_modes(expect_same((4, True)))
@@ -528,7 +516,7 @@ def a_nan_in_the_backward_pass_of_one_process():
 @expect(lambda rank, count: Raised("FloatingPointError", f"\n  in process {count - 1}"))
 def a_captured_nan_of_one_process():
     is_last = tp.process_index() == tp.process_count() - 1
-    w = _here(torch.tensor(float("nan") if is_last else 1.0))
+    w = torch.tensor(float("nan") if is_last else 1.0)
     return _sought(lambda x: x * w, mine(), GRAPH)
 
 

@@ -11,7 +11,6 @@ import tempfile
 from typing import Any
 
 import _torchrun_agreement  # adds cases
-import _torchrun_given  # adds cases
 import numpy as np
 import torch
 from _launched import Raised, host, run_cases
@@ -37,7 +36,7 @@ from _torchrun_cases import (
 import torchpmap as tp
 from torchpmap._base.ambient import ambient, applied
 
-__all__ = ["CASES", "GRAPH", "Case", "_torchrun_agreement", "_torchrun_given"]
+__all__ = ["CASES", "GRAPH", "Case", "_torchrun_agreement"]
 
 # -- values ----------------------------------------------------------------------------------------
 

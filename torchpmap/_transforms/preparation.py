@@ -9,7 +9,7 @@ import functools
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from torchpmap.random._streams import new_seed, peek_key
 
 _EQUAL = (
     "Make them equal (torchpmap.multihost.broadcast; for a seed, torch.manual_seed with one "
-    "number), or give each process its own rows, as mapped arguments."
+    "number)."
 )
 
 
@@ -58,10 +58,8 @@ class Prepared:
     paths: tuple[str, ...]
     program: Program
     target: Target
-    whole: tuple[int, ...]
-    """See ``Decided``."""
-    uncompared: list[bool] = field(default_factory=lambda: [True])
-    """Empty once the processes have compared what they give to the plan."""
+    uncompared: list[bool]
+    """Empty once the processes have compared what they give to the plan, or if they need not."""
 
     @functools.cached_property
     def direct(self) -> Plan | None:
@@ -83,12 +81,12 @@ class Decided:
     grid: Grid
     layouts: tuple[Layout, ...]
     """Of the leaves that travel."""
-    whole: tuple[int, ...]
-    """Places among these leaves of values that each process has whole, on the host, and that are to
-    be the same in all.
-    """
     key: Hashable
     """What the plan depends on, besides the layouts and the leaves that stay."""
+    is_whole: bool = False
+    """Whether each process has all of each value, as in a ``shard_map``: these, and what the
+    function closes over, are to be the same in all.  In a ``pmap`` each has its own, as in JAX.
+    """
 
 
 class Preparation:
@@ -182,7 +180,8 @@ class Preparation:
             target = self.options.target(*given)
             self._note_trace(call, layouts, target.arguments, broken)
             plan = self._make_plan(target, program, layouts)
-            known = call.positions, layouts, call.donated, paths, program, target, decided.whole
+            uncompared = [True] if decided.is_whole else []
+            known = call.positions, layouts, call.donated, paths, program, target, uncompared
             found = self.prepared[kind] = Prepared(plan, surroundings, in_place, *known)
         return replace(found, surroundings=surroundings, in_place=in_place)
 
@@ -205,7 +204,8 @@ class Preparation:
         """What is to be the same in all processes, as messages name it."""
         prefix, plan = self.options.prefix, prepared.plan
         given = [leaves[position] for position in prepared.positions]
-        named = {f"argument {prepared.paths[k]}": innermost(given[k]) for k in prepared.whole}
+        pairs = zip(prepared.paths, given, strict=True)
+        named = {f"argument {path}": innermost(x) for path, x in pairs}
         statics = tuple(leaf.value for leaf in leaves if isinstance(leaf, Static))
         reached = named_tensors(self._fun) + (named_tensors(self._fun, statics) if statics else [])
         if isinstance(plan, Plan):

@@ -97,9 +97,7 @@ class RowPreparation(Preparation):
         layouts = tuple(
             _layout_of(leaf, cut, grid) for leaf, cut in zip(leaves, program.all_cuts, strict=True)
         )
-        cuts = enumerate(call.travelling(call.cuts))
-        whole = tuple(k for k, cut in cuts if call.spans or not cut)
-        return Decided(program, grid, layouts, whole, (call.cuts, grid.sizes, program.sizes))
+        return Decided(program, grid, layouts, (call.cuts, grid.sizes, program.sizes))
 
     def check_devices(self, call: CallArguments) -> None:
         """Raise the errors of choosing devices for a call."""

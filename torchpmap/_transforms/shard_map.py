@@ -70,8 +70,7 @@ class BlockPreparation(Preparation):
                 map(leaf_kind, leaves), call.travelling(call.cuts), strict=True
             )
         )
-        every = tuple(range(len(leaves)))
-        return Decided(self.whole_program(call), grid, layouts, every, call.cuts)
+        return Decided(self.whole_program(call), grid, layouts, call.cuts, is_whole=True)
 
 
 class ShardMapped(Mapped[_P, _R]):
