@@ -2,6 +2,7 @@
 that the checks let equal things pass.  See ``_torchrun_cases.py``.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,17 @@ from typing import Any
 import torch
 from _launched import Raised
 from _support import DEVICE
-from _torchrun_cases import CASES, GRAPH, X, expect, expect_error, expect_same, mapped, spanning
+from _torchrun_cases import (
+    CASES,
+    GRAPH,
+    X,
+    expect,
+    expect_error,
+    expect_same,
+    in_both_modes,
+    mapped,
+    spanning,
+)
 
 import torchpmap as tp
 from torchpmap import P
@@ -85,14 +96,15 @@ DIFFERENT: dict[str, Callable[[Rank], Any]] = {
 """What the processes must not do differently: all raise, and go on."""
 
 
+DIFFERS = "must be the same in all processes, but rank 1 has another value than rank 0: "
+
 for _name, _run in DIFFERENT.items():
 
     def _differ(run: Any = _run) -> Any:
         return run(tp.process_index())
 
     _differ.__name__ = f"different_by_{_name}"
-    text = "must be the same in all processes, but rank 1 has another value than rank 0: "
-    expect_error(ValueError, text)(_differ)
+    expect_error(ValueError, DIFFERS)(_differ)
 
 
 OTHER_ROWS: dict[str, tuple[str, Callable[[bool], Any]]] = {
@@ -202,21 +214,82 @@ def the_first_call_of_a_shared_value():
 @expect(
     lambda rank, count: (
         [0.0, 2.0]
-        if rank == 0
+        if rank < count - 1
         else Raised(
             "ValueError",
-            f"double: this process (rank {rank}) has none of the devices {DEVICE}:0; only the "
-            "processes of these devices may call it.",
+            f"double: this process (rank {rank}) has none of the devices "
+            f"{', '.join(f'{DEVICE}:{k}' for k in range(count - 1))}; only the processes of these "
+            "devices may call it.",
         )
     )
 )
-def devices_of_another_process():
+def devices_of_other_processes():
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    mesh = tp.make_mesh((1,), ("x",), devices=tp.devices()[:1])
+    others = tp.devices()[:-1]
+    mesh = tp.make_mesh((len(others),), ("x",), devices=others)
     mapped = tp.shard_map(double, mesh=mesh, in_specs=P(), out_specs=P(), compile=GRAPH)
     return mapped(torch.arange(2.0)).tolist()
+
+
+def of_blocks(function: Callable[..., Any], compile: Any) -> Any:
+    mesh = tp.make_mesh((tp.process_count(),), ("x",))
+    return tp.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"), compile=compile)
+
+
+def on_blocks(given: torch.Tensor, value: torch.Tensor, compile: Any) -> Any:
+    return of_blocks(lambda x: x * value, compile)(given.repeat(tp.process_count()))
+
+
+def of_a_module(rank: Rank, compile: Any) -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False))
+    torch.nn.init.constant_(model[0].weight, rank)
+    return of_blocks(model, compile)(torch.ones(tp.process_count(), 1))
+
+
+def a_second_time(rank: Rank, compile: Any) -> Any:
+    value = torch.full((2,), float(rank))
+    call = of_blocks(lambda x: x * value, compile)
+    with contextlib.suppress(ValueError):
+        call(torch.ones(2 * tp.process_count()))
+    return call(torch.ones(2 * tp.process_count()))
+
+
+ONE = torch.ones(2)
+OF_BLOCKS: dict[str, tuple[str, Callable[[Rank, Any], Any]]] = {
+    "an_argument": ("argument x", lambda rank, compile: on_blocks(ONE * rank, ONE, compile)),
+    "a_closure": ("('value')", lambda rank, compile: on_blocks(ONE, ONE * rank, compile)),
+    "a_closure_of_a_module": ("(the function itself, 0.weight)", of_a_module),
+    "a_closure_a_second_time": ("('value')", a_second_time),
+}
+"""What the error names, and a call of a shard_map to which the processes give different things."""
+
+
+def _expect_differences(name: str) -> None:
+    what, run = OF_BLOCKS[name]
+
+    def differ(compile: Any) -> Any:
+        return run(tp.process_index(), compile)
+
+    differ.__name__ = f"different_by_{name}_of_a_shard_map"
+    in_both_modes(expect_error(ValueError, f"{what} {DIFFERS}"))(differ)
+
+
+for _name in OF_BLOCKS:
+    _expect_differences(_name)
+
+
+@in_both_modes(expect_same([1.0, 2.0]))
+def equal_closures_of_a_shard_map_pass(compile):
+    result = on_blocks(ONE, torch.tensor([1.0, 2.0]), compile)
+    return tp.multihost.all_gather(result)[:2].tolist()
+
+
+@expect_same(None)
+def one_process_alone_may_lower_a_shard_map():
+    if tp.process_index() == 0:
+        of_blocks(torch.neg, GRAPH).lower(torch.ones(tp.process_count()))
 
 
 # -- operations along the cut dim ------------------------------------------------------------------

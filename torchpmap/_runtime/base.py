@@ -139,8 +139,12 @@ class Runtime(Protocol):
     def is_ready(self, handle: Handle) -> bool:
         """Whether a value is known to be computed, without waiting."""
 
-    def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
-        """``mine`` of every process of ``ranks``, in that order; all must call it."""
+    def exchange(
+        self, ranks: Sequence[int], mine: bytes, what: str, where: str = ""
+    ) -> list[bytes]:
+        """``mine`` of every process of ``ranks``, in that order; all must call it, for ``what``.
+        ``where``: the place of the user's function, for messages.
+        """
 
     def agree(self, ranks: Sequence[int], mine: bytes, what: str) -> bool:
         """Whether all processes of ``ranks`` give the same; all must call it.  It is quicker than

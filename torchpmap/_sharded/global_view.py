@@ -19,7 +19,13 @@ from torchpmap._base.pytree import Tree, flatten
 from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.layout import Layout, general_layout, replicated_layout, row_layout
 from torchpmap._layout.mesh import Mesh, NamedSharding, PartitionSpec
-from torchpmap._runtime.current import check_devices, is_launched, local_devices, process_count
+from torchpmap._runtime.current import (
+    check_devices,
+    is_launched,
+    local_devices,
+    process_count,
+    process_index,
+)
 from torchpmap._runtime.current import devices as all_devices
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.tensor import ShardedTensor, make_sharded
@@ -272,12 +278,16 @@ def _insist_on_processes(what: str) -> None:
 
 
 def check_host_values(
-    named: Mapping[str, Any], devices: Sequence[Device], remedy: str = EQUAL
+    named: Mapping[str, Any],
+    devices: Sequence[Device],
+    call: tuple[str, str],
+    remedy: str = EQUAL,
 ) -> None:
-    """Raise ``ValueError`` unless the processes of these devices give the same host values; what is
-    on the devices already is not compared.
+    """Raise ``ValueError`` unless the processes of these devices give the same host values to a new
+    call (see ``check_equal_everywhere``); what is on the devices already is not compared.
     """
     own = {name: x for name, x in named.items() if x is not None and type(x) is not ShardedTensor}
-    if own and len({device.process_index for device in devices}) > 1:
+    processes = {device.process_index for device in devices}
+    if own and len(processes) > 1 and process_index() in processes:
         values = {name: host_tensor(x) for name, x in own.items()}
-        check_equal_everywhere(values, [device.id for device in devices], remedy)
+        check_equal_everywhere(values, [device.id for device in devices], remedy, call=call)

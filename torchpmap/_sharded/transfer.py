@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ EQUAL = (
     "arguments."
 )
 """What to do about different values."""
+_ABSENT = [b"", "nothing"]
 
 
 def team_of(layout: Layout) -> Team:
@@ -85,20 +87,31 @@ def check_equal_everywhere(
     ranks: Sequence[int] | None = None,
     remedy: str = EQUAL,
     difference: str = "another value",
+    call: tuple[str, str] | None = None,
 ) -> None:
     """Raise ``ValueError`` in all processes (of ``ranks``) unless all give the same tensors,
     numbers or texts, by path.
+
+    ``call``: the new call that takes them, as messages name it, and the place of its function.  The
+    processes then meet where they compare the plan of a new call: so a process that makes another
+    call is found, and no collective waits for it.
     """
     digests = list(map(digest, values.values()))
     ranks = [device.id for device in devices()] if ranks is None else sorted(ranks)
     what, running = f"comparing {', '.join(values)}", runtime()
     together = digests[0] if len(digests) == 1 else digest(b"".join(digests))
-    if running.agree(ranks, together, what):
+    if call is None:
+        are_equal = running.agree(ranks, together, what)
+    else:
+        what = f"comparing what the processes give to {call[0]}"
+        are_equal = len(set(running.exchange(ranks, together, what, call[1]))) == 1
+    if are_equal:
         return
     texts = [x if isinstance(x, str) else shown(x) for x in values.values()]
-    sent = [[one, text] for one, text in zip(digests, texts, strict=True)]
+    sent = dict(zip(values, map(list, zip(digests, texts, strict=True)), strict=True))
     given = [unpacked(data) for data in running.exchange(ranks, packed(sent), what)]
-    for path, theirs in zip(values, zip(*given, strict=True), strict=True):
+    for path in dict.fromkeys(itertools.chain(*given)):
+        theirs = [each.get(path, _ABSENT) for each in given]
         first = theirs[0]
         other = next((k for k, each in enumerate(theirs) if each[0] != first[0]), None)
         if other is not None:

@@ -219,10 +219,14 @@ def parameters(fun: Callable[..., Any]) -> list[torch.Tensor]:
     return list({id(leaf): leaf for leaf in leaves}.values())
 
 
-def named_tensors(fun: Callable[..., Any]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that a function can reach, each with what leads to it: ``'model', 0.weight``."""
+def named_tensors(
+    fun: Callable[..., Any], given: tuple[Any, ...] = ()
+) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a function can reach, each with what leads to it: ``'model', 0.weight``.
+    ``given``: arguments; if there are any, what only these lead to.
+    """
     walk = Walk()
-    walk.run(fun)
+    walk.run(fun, given)
     names: dict[int, str] = {}
     for each in walk.objects():  # the outermost comes first
         known = [*(dict_of(each) or {}).items()]

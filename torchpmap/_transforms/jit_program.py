@@ -113,7 +113,7 @@ class Program:
         self._find_targets(traced, tensors)
         self._inputs = [self._input(x, seed, place(x), traced) for x in traced.captured]
         self._inputs += [Value(Argument(k), place(x)) for k, x in enumerate(tensors)]
-        self._check_equal(call, options.prefix, devices)
+        self._check_equal(call, options, devices)
         self._direct = list(map(_closed_over, self._inputs))
         inputs_of = {id(x): k for k, x in enumerate(traced.captured)}
         self._counted = [inputs_of[id(each.vector)] for each in traced.counted]
@@ -151,15 +151,15 @@ class Program:
             more = f"; and {len(self.resharded) - 3} more" if len(self.resharded) > 3 else ""
             tell_of_gather(f"{options.prefix}: operands are resharded: {few}{more}")
 
-    def _check_equal(self, call: JitCall, prefix: str, devices: Sequence[Device]) -> None:
+    def _check_equal(self, call: JitCall, options: Options, devices: Sequence[Device]) -> None:
         """Raise if processes give different host values: their copies of the results would differ.
         Once for each kind of call, as it waits for all of them.
         """
         pairs = zip(call.names, call.leaves, strict=True)
         names = [name for name, leaf in pairs if isinstance(leaf, torch.Tensor)]
         given = [each.given(call.tensors, names) for each in self._inputs]
-        named = {f"{prefix}: {name} (input {k})": x for k, (name, x) in enumerate(given)}
-        check_host_values(named, devices, _EQUAL)
+        named = {f"{options.prefix}: {name} (input {k})": x for k, (name, x) in enumerate(given)}
+        check_host_values(named, devices, (options.prefix, options.where), _EQUAL)
 
     @property
     def has_effects(self) -> bool:

@@ -230,13 +230,17 @@ class Mapped(Made, Generic[_P, _R]):
         call = self._preparation.arguments_of(args, kwargs)
         with waiting(None):  # for all that follows together, of which each part says what it is
             for _ in range(_MAX_TRACES):
-                prepared = self._prepared[key] = self._preparation.prepare(call)
-                self._latest = key, prepared
-                if not prepared.surroundings.changed():
+                prepared = self._preparation.prepare(call)
+                is_stale = prepared.surroundings.changed()
+                if not is_stale:
                     break
                 self._forget(self._environment.change())
             assert prepared is not None
             with prepared.surroundings.tracing():  # running may trace gradients
+                self._preparation.check_equal(prepared, leaves)
+                if not is_stale:
+                    self._prepared[key] = prepared
+                    self._latest = key, prepared
                 return self._run(prepared, leaves)
 
     @boundary
@@ -277,6 +281,7 @@ class Mapped(Made, Generic[_P, _R]):
             )
         if config.sought:  # a call that is looked at runs again
             return self(*args, **kwargs)
+        self._preparation.check_equal(prepared, leaves)
         return self._run(prepared, leaves)
 
     def _ordered(

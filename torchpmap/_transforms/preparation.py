@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,23 +17,30 @@ import torch
 from torchpmap._base.ambient import ambient, keyed
 from torchpmap._base.errors import kind_of, warn
 from torchpmap._base.sources import defined_at
-from torchpmap._base.torch_internals import is_transformed
+from torchpmap._base.torch_internals import innermost, is_transformed, outside_transforms
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.layout import Layout
 from torchpmap._plan.lower import Target, lower
 from torchpmap._plan.mapped_program import MappedProgram
-from torchpmap._plan.plan import Plan
+from torchpmap._plan.plan import Drawn, Plan
 from torchpmap._plan.uncompiled import UncompiledPlan
+from torchpmap._runtime.current import process_count
+from torchpmap._sharded.global_view import check_host_values
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import check_open
-from torchpmap._trace.environment import Environment, Surroundings, tensors_of
-from torchpmap._trace.kinds import insist
+from torchpmap._trace.environment import Environment, Surroundings, named_tensors, tensors_of
+from torchpmap._trace.kinds import absence, insist, oddity
 from torchpmap._trace.program import Program
 from torchpmap._trace.repetition import unrolled
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms.call import CallArguments, MapOptions, Static, listed, told
 from torchpmap._transforms.retraces import Retraces
-from torchpmap.random._streams import new_seed
+from torchpmap.random._streams import new_seed, peek_key
+
+_EQUAL = (
+    "Make them equal (torchpmap.multihost.broadcast; for a seed, torch.manual_seed with one "
+    "number)."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +58,8 @@ class Prepared:
     paths: tuple[str, ...]
     program: Program
     target: Target
+    uncompared: list[bool]
+    """Empty once the processes have compared what they give to the plan, or if they need not."""
 
     @functools.cached_property
     def direct(self) -> Plan | None:
@@ -73,6 +83,10 @@ class Decided:
     """Of the leaves that travel."""
     key: Hashable
     """What the plan depends on, besides the layouts and the leaves that stay."""
+    is_whole: bool = False
+    """Whether each process has all of each value, as in a ``shard_map``: these, and what the
+    function closes over, are to be the same in all.  In a ``pmap`` each has its own, as in JAX.
+    """
 
 
 class Preparation:
@@ -166,9 +180,50 @@ class Preparation:
             target = self.options.target(*given)
             self._note_trace(call, layouts, target.arguments, broken)
             plan = self._make_plan(target, program, layouts)
-            known = call.positions, layouts, call.donated, paths, program, target
+            uncompared = [True] if decided.is_whole else []
+            known = call.positions, layouts, call.donated, paths, program, target, uncompared
             found = self.prepared[kind] = Prepared(plan, surroundings, in_place, *known)
         return replace(found, surroundings=surroundings, in_place=in_place)
+
+    def check_equal(self, prepared: Prepared, leaves: Sequence[Any]) -> None:
+        """Raise if processes give different host values where all devices are to have the same.
+        Once for each kind of call, as it waits for all of them.
+        """
+        if not prepared.uncompared:
+            return
+        if process_count() > 1:
+            target, devices = prepared.target, prepared.target.grid.axis_devices
+            kinds = (kind_of(each.block_shape, each.dtype) for each in prepared.layouts)
+            title = f"{target.name}({', '.join(kinds)}) on {len(devices)} devices"
+            with outside_transforms():
+                named = self._given(prepared, leaves)
+                check_host_values(named, devices, (title, target.where), _EQUAL)
+        prepared.uncompared.clear()
+
+    def _given(self, prepared: Prepared, leaves: Sequence[Any]) -> dict[str, Any]:
+        """What is to be the same in all processes, as messages name it."""
+        prefix, plan = self.options.prefix, prepared.plan
+        given = [leaves[position] for position in prepared.positions]
+        pairs = zip(prepared.paths, given, strict=True)
+        named = {f"argument {path}": innermost(x) for path, x in pairs}
+        statics = tuple(leaf.value for leaf in leaves if isinstance(leaf, Static))
+        reached = named_tensors(self._fun) + (named_tensors(self._fun, statics) if statics else [])
+        if isinstance(plan, Plan):
+            names = {id(x): name for name, x in reached}
+            tensors = [each.tensor for each in plan.captured if not isinstance(each, Drawn)]
+            reached = [(names.get(id(x), "unnamed"), x) for x in tensors]
+            draws = len(tensors) < len(plan.captured)
+        else:
+            draws = True  # for all that is known before it has run
+        counts: Counter[str] = Counter()
+        for name, x in reached:
+            counts[name] += 1
+            which = f", number {counts[name]}" if counts[name] > 1 else ""
+            if oddity(x) is None and absence(x) is None:
+                named[f"a tensor that it closes over ({name}{which})"] = innermost(x)
+        if draws and self.options.randomness == "same":
+            named["the seed of its random numbers"] = peek_key()
+        return {f"{prefix}: {name}": x for name, x in named.items()}
 
     def differentiable(self, prepared: Prepared) -> MappedProgram:
         """The call as transforms see it."""

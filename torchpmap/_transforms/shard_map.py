@@ -9,12 +9,10 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 from torchpmap._base.boundary import boundary
 from torchpmap._base.pytree import flatten
-from torchpmap._base.torch_internals import innermost, outside_transforms
 from torchpmap._layout.current_mesh import current_mesh
 from torchpmap._layout.grid import Grid
 from torchpmap._layout.mesh import Mesh, PartitionSpec
 from torchpmap._runtime.current import check_devices
-from torchpmap._sharded.global_view import check_host_values
 from torchpmap._trace.block_program import BlockProgram, surrounding
 from torchpmap._transforms.call import CallArguments, leaf_kind
 from torchpmap._transforms.inline import run_here, run_inline
@@ -72,12 +70,7 @@ class BlockPreparation(Preparation):
                 map(leaf_kind, leaves), call.travelling(call.cuts), strict=True
             )
         )
-        prefix, paths = self.options.prefix, call.travelling(call.paths)
-        pairs = zip(paths, leaves, strict=True)
-        with outside_transforms():  # once for each kind of call, as it waits for all processes
-            named = {f"{prefix}: argument {path}": innermost(leaf) for path, leaf in pairs}
-            check_host_values(named, devices)
-        return Decided(self.whole_program(call), grid, layouts, call.cuts)
+        return Decided(self.whole_program(call), grid, layouts, call.cuts, is_whole=True)
 
 
 class ShardMapped(Mapped[_P, _R]):

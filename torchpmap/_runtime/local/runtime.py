@@ -360,7 +360,9 @@ class LocalRuntime:
     def lost(self, team: Team, error: BaseException) -> Handle:
         return _Stored(0, 0, team, self._incidents.era_of(error))  # no value has the number 0
 
-    def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
+    def exchange(
+        self, ranks: Sequence[int], mine: bytes, what: str, where: str = ""
+    ) -> list[bytes]:
         return [mine]
 
     def agree(self, ranks: Sequence[int], mine: bytes, what: str) -> bool:

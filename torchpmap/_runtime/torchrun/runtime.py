@@ -155,8 +155,10 @@ class TorchrunRuntime:
         self.raise_if_closed()
         return self._rendezvous
 
-    def exchange(self, ranks: Sequence[int], mine: bytes, what: str) -> list[bytes]:
-        return self.together(lambda rendezvous: rendezvous.exchange(ranks, mine, what))
+    def exchange(
+        self, ranks: Sequence[int], mine: bytes, what: str, where: str = ""
+    ) -> list[bytes]:
+        return self.together(lambda rendezvous: rendezvous.exchange(ranks, mine, what, where))
 
     def together(self, work: Callable[[Rendezvous], T]) -> T:
         """Run work that needs all processes and calls no plan; it fails as a call does."""
