@@ -101,7 +101,12 @@ def truncated_normal(
         raise ValueError(
             f"truncated_normal: got lower={lower} and upper={upper}, expected lower < upper."
         )
-    below, above = (as_tensor(x, key).to(dtype) for x in (lower, upper))
+    below, above = (
+        torch.tensor(rounded(x, dtype), dtype=dtype, device=key.device)
+        if isinstance(x, Number)
+        else as_tensor(x, key).to(dtype)
+        for x in (lower, upper)
+    )
     if shape is None:
         shape = torch.broadcast_shapes(below.shape, above.shape)
     shape = static_shape("truncated_normal", shape)
