@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -426,6 +427,10 @@ for _name, (_count, _culprit, _end, _others) in LOST.items():
     jobs.add(_count, _check(_culprit), _name)(lose(_culprit, _end, _others))
 
 
+def succeed_all(processes):
+    assert [code for code, _ in processes] == [0] * len(processes), processes
+
+
 @jobs.add(3, end_the_others(1))
 def killed_before_a_barrier(rank):
     warmed_up()
@@ -448,6 +453,30 @@ jobs.add(2, end_the_others(1), "killed_while_it_saves_over_gloo", TORCHPMAP_SHAR
 )
 
 
+@jobs.add(2, succeed_all)
+def raised_while_another_writes(rank):
+    """What both have written becomes a checkpoint, also if the other one does not wait for it."""
+    tree, rendezvous = {"w": warmed_up()(ONE)}, current.job_runtime().rendezvous
+    folder, write = Path(sys.argv[2], "of_both"), _save.write
+
+    def write_late(*arguments):
+        assert wait_for(lambda: rendezvous.store.check(["cause"]))
+        return write(*arguments)
+
+    _save.write = write_late if rank == 1 else write
+    saving = tp.checkpoint.save(folder, tree, asynchronous=True)
+    if rank == 0:
+        try:
+            fail_script()
+        except ValueError:
+            sys.excepthook(*sys.exc_info())
+        saving.wait()  # as Python does before the script ends
+    else:
+        with pytest.raises(tp.WorkerError, match="rank 0 failed first: ValueError: boom in the"):
+            saving.wait()
+        assert wait_for((folder / "torchpmap.json").exists)
+
+
 LOOKS = []
 """What the thread that watches calls has found."""
 
@@ -458,10 +487,6 @@ def slow(x):
     seen = len(LOOKS)
     assert wait_for(lambda: len(LOOKS) > seen + 1)
     return tp.psum(x, "i")
-
-
-def succeed_all(processes):
-    assert [code for code, _ in processes] == [0] * len(processes), processes
 
 
 @jobs.add(3, succeed_all)

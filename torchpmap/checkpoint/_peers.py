@@ -78,8 +78,8 @@ class Peers:
             self._decide(packed(mine), work)
 
     def _decide(self, mine: bytes, work: Callable[[list[Any]], None]) -> None:
-        store, mine_at, answer = self._rendezvous.store, self._keys[self.rank], self._keys[0] + "!"
-        store.set(mine_at, mine)
+        store, answer = self._rendezvous.store, self._keys[0] + "!"
+        store.set(self._keys[self.rank], mine)
         failure: str | None = "rank 0 was interrupted"
         try:
             if self.rank == 0:
@@ -93,7 +93,8 @@ class Peers:
         finally:
             if self.rank == 0:
                 store.set(answer, packed(failure))  # it stays: few bytes
-            store.delete_key(mine_at)
+                for key in self._keys:  # not by their processes, which may have given up meanwhile
+                    store.delete_key(key)
         if failure is not None:
             raise CheckpointError(failure)
 
