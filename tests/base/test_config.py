@@ -110,6 +110,21 @@ def test_assignment_beats_the_environment_which_is_read_late(monkeypatch):
         settings.snapshot()
 
 
+def test_an_assignment_while_another_thread_asks():
+    """What is kept until the next change would be that of before."""
+
+    class Busy(Settings):
+        def snapshot(self):
+            found = super().snapshot()
+            if not self._set:
+                self.debug_nans = True
+            return found
+
+    settings = Busy()
+    assert settings.sought == ()
+    assert settings.sought == ("NaN",)
+
+
 def test_unknown_setting():
     settings = Settings()
     text = "no setting 'devices'; settings are num_devices, device_type, warm, timeout"

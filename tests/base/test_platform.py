@@ -381,7 +381,7 @@ def test_only_connections_of_gloo_tell_of_lost_peers(monkeypatch, tmp_path):
     with groups_of_one(tmp_path, shared_memory=False) as groups:
         groups.ensure("alone", ((0,),))
         assert ends
-        assert not groups.has_lost_peer()
+        assert not groups.lost_peers()
     for end in ends:
         end.close()
 

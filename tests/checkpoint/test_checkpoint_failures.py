@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _launched import launch, run_program
-from _support import EAGER, worker_pids
+from _support import EAGER, in_threads, worker_pids
 from _values import WHOLE, rows, sign, table_of
 
 import torchpmap as tp
@@ -64,6 +64,15 @@ def test_readers_wait_for_a_save_in_progress(tmp_path):
     assert latest(tmp_path) == tmp_path / "step_1"
     save(tmp_path / "step_1", {"w": rows(WHOLE[4:])}, asynchronous=True)
     assert torch.equal(load(tmp_path / "step_1")["w"], WHOLE[4:])
+
+
+def test_several_threads_save(tmp_path):
+    trees = [{"w": rows(WHOLE[:4] + k), "k": k} for k in range(3)]
+    in_threads(3, lambda k: [save(tmp_path / name, trees[k]) for name in (f"of_{k}", "of_all") * 3])
+    for k in range(3):
+        assert torch.equal(load(tmp_path / f"of_{k}")["w"], WHOLE[:4] + k)
+    found = load(tmp_path / "of_all")
+    assert torch.equal(found["w"], WHOLE[:4] + found["k"])
 
 
 @contextmanager

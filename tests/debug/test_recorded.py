@@ -427,6 +427,19 @@ def test_blocks_that_were_lost_with_a_device(recording):
         tp.debug.replay(path)
 
 
+def test_calls_on_other_numbers_of_devices_have_other_files(recording):
+    f = tp.pmap(lambda x: tp.psum(x, "i"), "i", compile=EAGER)
+    try:
+        f(torch.arange(4.0))
+        tp.resize(2)
+        f(torch.arange(2.0))
+        paths = tp.debug.dump()
+    finally:
+        tp.resize(4)
+    assert [path.name[:6] for path in paths] == ["00001-", "00002-"]
+    assert tp.debug.replay(paths[1]).results["result"].tolist() == [1.0, 1.0]
+
+
 def test_illegal_arguments(tmp_path):
     with pytest.raises(ValueError, match="last must be a number of calls, 1 or more, but got 0"):
         tp.debug.record(tmp_path, last=0)

@@ -338,6 +338,12 @@ def test_derivatives_of_the_limits_of_truncated_normal():
     assert single.isfinite().all()
 
 
+def test_numbers_are_limits_in_the_dtype_of_the_result():
+    key, limits = random.key(1), torch.tensor([-0.1, 0.2], dtype=torch.float64)
+    found = random.truncated_normal(key, -0.1, 0.2, (99,), torch.float64)
+    assert torch.equal(found, random.truncated_normal(key, *limits, (99,), torch.float64))
+
+
 def test_gradient_of_a_permutation_is_permuted_back():
     x, weights = torch.arange(6.0), torch.arange(6.0) ** 2
     key = random.key(1)

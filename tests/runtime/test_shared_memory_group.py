@@ -286,18 +286,18 @@ def test_several_threads_look_for_lost_peers_at_once():
     """The main thread, in a collective, and the one that watches the job."""
     peers = Peers()
     with subprocess.Popen(["sleep", "60"]) as process:
-        peers.add([process.pid, os.getpid()])
-        peers.add([process.pid])
+        peers.add({1: process.pid, 0: os.getpid()})
+        peers.add({1: process.pid})
         assert len(peers._pidfds) == 1  # one descriptor for a process
-        looks = in_threads(4, lambda _: [peers.has_lost_any() for _ in range(3000)])
+        looks = in_threads(4, lambda _: [peers.lost() for _ in range(3000)])
         assert not any(map(any, looks))
         process.kill()
-    assert peers.has_lost_any()
-    assert peers.has_lost([process.pid])
+    assert peers.lost() == peers.lost([0, 1]) == [1]
+    assert peers.lost([0]) == []
     peers.close()
-    assert not peers.has_lost_any()
+    assert peers.lost() == []
     with pytest.raises(ProcessLookupError):
-        peers.add([process.pid])
+        peers.add({1: process.pid})
 
 
 class Shop(dict):

@@ -7,7 +7,9 @@ import os
 import pickle
 import re
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,9 @@ from _support import EAGER, is_running, mostly_long, wait_for
 import torchpmap as tp
 from torchpmap._base.devices import PLATFORMS
 from torchpmap._base.platform import Platform
+from torchpmap._runtime import current
+from torchpmap._runtime.torchrun import watch
+from torchpmap.checkpoint import _save
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all jobs
 
@@ -422,6 +427,79 @@ for _name, (_count, _culprit, _end, _others) in LOST.items():
     jobs.add(_count, _check(_culprit), _name)(lose(_culprit, _end, _others))
 
 
+def succeed_all(processes):
+    assert [code for code, _ in processes] == [0] * len(processes), processes
+
+
+@jobs.add(3, end_the_others(1))
+def killed_before_a_barrier(rank):
+    warmed_up()
+    if rank == 1:
+        kill()
+    barrier("loaded")
+
+
+@jobs.add(2, end_the_others(1))
+def killed_while_it_saves(rank):
+    """The other one waits in a thread."""
+    tree = {"w": warmed_up()(ONE)}
+    if rank == 1:
+        _save.write = lambda *_: kill()
+    tp.checkpoint.save(f"{sys.argv[2]}/saved", tree, asynchronous=True).wait()
+
+
+jobs.add(2, end_the_others(1), "killed_while_it_saves_over_gloo", TORCHPMAP_SHARED_MEMORY="0")(
+    killed_while_it_saves
+)
+
+
+@jobs.add(2, succeed_all)
+def raised_while_another_writes(rank):
+    """What both have written becomes a checkpoint, also if the other one does not wait for it."""
+    tree, rendezvous = {"w": warmed_up()(ONE)}, current.job_runtime().rendezvous
+    folder, write = Path(sys.argv[2], "of_both"), _save.write
+
+    def write_late(*arguments):
+        assert wait_for(lambda: rendezvous.store.check(["cause"]))
+        return write(*arguments)
+
+    _save.write = write_late if rank == 1 else write
+    saving = tp.checkpoint.save(folder, tree, asynchronous=True)
+    if rank == 0:
+        try:
+            fail_script()
+        except ValueError:
+            sys.excepthook(*sys.exc_info())
+        saving.wait()  # as Python does before the script ends
+    else:
+        with pytest.raises(tp.WorkerError, match="rank 0 failed first: ValueError: boom in the"):
+            saving.wait()
+        assert wait_for((folder / "torchpmap.json").exists)
+
+
+LOOKS = []
+"""What the thread that watches calls has found."""
+
+
+def slow(x):
+    """It waits until the end of rank 2 was seen, and was looked at twice."""
+    assert wait_for(current.runtime()._groups.lost_peers)
+    seen = len(LOOKS)
+    assert wait_for(lambda: len(LOOKS) > seen + 1)
+    return tp.psum(x, "i")
+
+
+@jobs.add(3, succeed_all)
+def ended_while_others_run(rank):
+    watch._INTERVAL_S = 0.01
+    warmed_up()
+    if rank < 2:
+        look = current.runtime()._watch._verdict_on
+        current.runtime()._watch._verdict_on = lambda call: LOOKS.append(look(call)) or LOOKS[-1]
+        found = mapped(slow, compile=False, devices=tp.devices()[:2])(ONE)
+        assert (found.tolist(), set(LOOKS)) == ([2.0], {None})
+
+
 @jobs.add(2, show_the_exception(1, "function"))
 def raised_in_the_function(rank):
     def function(x):
@@ -506,6 +584,7 @@ def forged_message(rank):
 QUICK = (
     *("other_function", "other_order", "skipped_call", "drifted_before_a_sum"),
     *("ended_before_a_sum", "killed_while_others_wait", "raised_in_the_function", "forged_message"),
+    *("killed_while_it_saves", "ended_while_others_run"),
 )
 
 

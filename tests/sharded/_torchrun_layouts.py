@@ -292,6 +292,13 @@ def operations_of_one_process_drop_none_of_all():
         return float((x * 2 + 1 - 4 * put(P("x"))[:, 0]).mean())
 
 
+@expect(True)
+def a_value_for_the_device_of_one_process():
+    shards = tp.device_put(X, tp.devices()[1]).addressable_shards
+    blocks = [X] if tp.process_index() == 1 else []
+    return all(torch.equal(x.data, y) for x, y in zip(shards, blocks, strict=True))
+
+
 def cubes() -> Any:
     return mapped(lambda x: tp.psum(x**3, "x"), P("x", "y"), P(None, "y"))
 

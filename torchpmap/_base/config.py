@@ -11,7 +11,6 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any
 
 from torchpmap._base.devices import PLATFORMS
@@ -169,16 +168,6 @@ class Settings:
     def __init__(self) -> None:
         self.__dict__.update(_set={}, _listeners=[])
 
-    @cached_property
-    def is_inline(self) -> bool:
-        """Whether ``runtime`` is ``"inline"``, as of the last change: every call asks."""
-        return bool(self.runtime == "inline")
-
-    @cached_property
-    def sought(self) -> tuple[str, ...]:
-        """What results must not hold, as of the last change: every call asks."""
-        return ("NaN",) * self.debug_nans + ("infinity",) * self.debug_infs
-
     def listen(self, before: Callable[[str, Any], None], after: Callable[[], None]) -> None:
         """Have ``before`` called with the name and the value of every assignment, which it may
         refuse, and ``after`` after every change.
@@ -195,14 +184,18 @@ class Settings:
         self._changed()
 
     def _changed(self) -> None:
-        self.__dict__.pop("is_inline", None)
-        self.__dict__.pop("sought", None)
+        # a thread that asks meanwhile keeps its answer in the dict of before
+        object.__setattr__(self, "__dict__", {"_set": self._set, "_listeners": self._listeners})
         for _, after in self._listeners:
             after()
 
     def __getattr__(self, name: str) -> Any:
-        _refuse_unknown(name)
-        raise AttributeError(name)
+        if name not in _DERIVED:
+            _refuse_unknown(name)
+            raise AttributeError(name)
+        kept = self.__dict__
+        kept[name] = found = _DERIVED[name](self.snapshot())
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         _refuse_unknown(name)
@@ -220,6 +213,13 @@ class Settings:
 
 
 _NAMES = [each.name for each in fields(Config)]
+_DERIVED: dict[str, Callable[[Config], Any]] = {
+    "is_inline": lambda config: config.runtime == "inline",
+    "sought": lambda config: ("NaN",) * config.debug_nans + ("infinity",) * config.debug_infs,
+}
+"""What every call asks, and is kept from one change to the next: whether ``runtime`` is
+``"inline"``, and what results must not hold.
+"""
 
 
 def _now(name: str) -> property:

@@ -32,7 +32,6 @@ from torchpmap._sharded.transfer import (
     check_equal_everywhere,
     check_open,
     host_tensor,
-    places_here,
     store,
 )
 from torchpmap._trace.escaped import Escaped
@@ -252,7 +251,7 @@ def _check_spanning(
         path: value
         for path, value, layout in zip(paths, values, layouts, strict=True)
         if value is not None and layout is not None and type(value) is not ShardedTensor
-        if len(places_here(layout)) < len(layout.devices)
+        if len({device.process_index for device in layout.devices}) > 1
     }
     if spanning:
         check_equal_everywhere(spanning)

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 class Run(NamedTuple):
     number: int
     """Of this call among those on its devices, counted from 1: equal in all their processes."""
+    ranks: tuple[int, ...] | None
+    """These devices; None: all that there were."""
     plan: Any
     held: tuple[Any, ...]
     """Handles of its inputs, in the order of the graph."""
@@ -32,8 +34,9 @@ class Ring:
         self._numbers = defaultdict[Any, Any](functools.partial(itertools.count, 1))
 
     def keep(self, plan: Any, held: list[Any]) -> None:
-        number = next(self._numbers[plan.definition.ranks])
-        self.runs.append(Run(number, plan, tuple(held)))
+        ranks = plan.definition.ranks
+        own = None if len(ranks) == len(plan.team.runtime.devices) else ranks
+        self.runs.append(Run(next(self._numbers[own]), own, plan, tuple(held)))
 
 
 def lacks(call: str, how: str) -> None:

@@ -74,6 +74,17 @@ class Saving:
 
 
 _saving: Saving | None = None  # the last one
+_turn = threading.RLock()
+"""Of the thread that saves; a handler of a signal may save while its thread does."""
+
+
+def _begin_anew() -> None:
+    """In a forked child: the thread that held the lock is the parent's."""
+    global _turn
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _wait_for_previous() -> None:
@@ -133,18 +144,19 @@ def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | N
     """
     global _saving
     current.refuse_inside("checkpoint.save")
-    _wait_for_previous()
-    if _saving is not None and _saving._unseen is not None:
-        _saving._unseen.add_note("in an asynchronous save before this one")
-        _saving.wait()
-    finish = begin(path, tree)
-    if _saving is None:
-        atexit.register(_report_at_exit)
-    saving = _saving = Saving(Path(os.path.abspath(path)), finish)
-    if asynchronous:
-        return saving
-    saving.wait()
-    return None
+    with _turn:
+        _wait_for_previous()
+        if _saving is not None and _saving._unseen is not None:
+            _saving._unseen.add_note("in an asynchronous save before this one")
+            _saving.wait()
+        finish = begin(path, tree)
+        if _saving is None:
+            atexit.register(_report_at_exit)
+        saving = _saving = Saving(Path(os.path.abspath(path)), finish)
+        if asynchronous:
+            return saving
+        saving.wait()
+        return None
 
 
 # -- loading ---------------------------------------------------------------------------------------

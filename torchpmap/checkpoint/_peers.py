@@ -22,6 +22,7 @@ from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CallTimeout, CheckpointError, PmapError
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.current import job_runtime, process_count, process_index
+from torchpmap._runtime.torchrun.rendezvous import store_failures
 from torchpmap.checkpoint._folder import file_of
 
 _T = TypeVar("_T")
@@ -73,32 +74,42 @@ class Peers:
         if self.size == 1:
             work([mine])
             return
-        store, mine_at, answer = self._rendezvous.store, self._keys[self.rank], self._keys[0] + "!"
-        store.set(mine_at, packed(mine))
+        with store_failures():
+            self._decide(packed(mine), work)
+
+    def _decide(self, mine: bytes, work: Callable[[list[Any]], None]) -> None:
+        store, answer = self._rendezvous.store, self._keys[0] + "!"
+        store.set(self._keys[self.rank], mine)
         failure: str | None = "rank 0 was interrupted"
         try:
             if self.rank == 0:
-                work(self._wait(self._keys))
+                work(self._wait(dict(enumerate(self._keys))))
                 failure = None
             else:
-                (failure,) = self._wait([answer])
+                (failure,) = self._wait({0: answer})
         except Exception as error:
             failure = str(error)
             raise
         finally:
             if self.rank == 0:
                 store.set(answer, packed(failure))  # it stays: few bytes
-            store.delete_key(mine_at)
+                for key in self._keys:  # not by their processes, which may have given up meanwhile
+                    store.delete_key(key)
         if failure is not None:
             raise CheckpointError(failure)
 
-    def _wait(self, keys: list[str]) -> list[Any]:
+    def _wait(self, keys: dict[int, str]) -> list[Any]:
+        """What is stored under keys, one of each rank."""
         # the main script's way to wait also posts what it waits for, to detect deadlocks
-        store, patience = self._rendezvous.store, self._rendezvous.patience_s
+        rendezvous, patience = self._rendezvous, self._rendezvous.patience_s
+        store = rendezvous.store
         for pause in Deadline(patience).pauses():
-            if store.check(keys):
-                return [unpacked(store.get(key)) for key in keys]
-            self._rendezvous.raise_cause()
+            lost_peers = rendezvous.lost_peers()
+            if store.check([*keys.values()]):
+                return [unpacked(store.get(key)) for key in keys.values()]
+            rendezvous.raise_cause()
+            if lost_peers:
+                rendezvous.refuse_to_wait_for_lost(rendezvous.missing(keys), lost_peers)
             time.sleep(pause)
         raise CallTimeout(
             f"{self.what}: the other processes did not write their parts within "

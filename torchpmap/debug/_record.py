@@ -98,8 +98,7 @@ class Recording:
             warn(f"torchpmap.debug.record: {plan.prefix} is not recorded: it has {found}.")
             return None
         name = re.sub(r"[^A-Za-z0-9]+", "-", plan.prefix)[:_MAX_NAME].strip("-")
-        ranks, everyone = plan.definition.ranks, range(len(plan.team.runtime.devices))
-        own = "" if ranks == tuple(everyone) else f"-{digest(ranks).hex()[:8]}"  # numbered apart
+        own = "" if run.ranks is None else f"-{digest(run.ranks).hex()[:8]}"  # numbered apart
         stem = f"{run.number:05d}-{name}{own}"
         path = self.folder / part_name(stem, process_index() if process_count() > 1 else None)
         facts = _facts(run.number, plan, error)

@@ -101,7 +101,7 @@ def truncated_normal(
         raise ValueError(
             f"truncated_normal: got lower={lower} and upper={upper}, expected lower < upper."
         )
-    below, above = (as_tensor(x, key).to(dtype) for x in (lower, upper))
+    below, above = (_in_dtype(x, key, dtype) for x in (lower, upper))
     if shape is None:
         shape = torch.broadcast_shapes(below.shape, above.shape)
     shape = static_shape("truncated_normal", shape)
@@ -119,6 +119,12 @@ def truncated_normal(
     first = torch.nextafter(below.detach(), infinity)
     last = torch.nextafter(above.detach(), -infinity)
     return torch.minimum(torch.maximum(drawn, first), last)
+
+
+def _in_dtype(limit: Limit, key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(limit, Number):
+        return torch.tensor(rounded(limit, dtype), dtype=dtype, device=key.device)
+    return as_tensor(limit, key).to(dtype)
 
 
 class _Sampler(Protocol):

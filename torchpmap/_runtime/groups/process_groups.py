@@ -77,9 +77,10 @@ class Groups:
         self._address = address
         self._shares_memory = config.shared_memory
         self._timeout = datetime.timedelta(seconds=config.patience)
-        # guards _sockets, _meetings, _backends, epoch, _aborted_epoch and _aborted
+        # guards _connections, _meetings, _backends, epoch, _aborted_epoch and _aborted
         self._lock = threading.Lock()
-        self._sockets: list[socket.socket] = []
+        self._connections: dict[socket.socket, RankTuple] = {}
+        """Of Gloo, with the members of the group."""
         self._meetings: list[Meeting] = []
         self._backends: list[Any] = []
         self._peers = Peers()  # written by the main thread, and closed under the lock
@@ -147,7 +148,7 @@ class Groups:
 
         def make() -> None:
             try:
-                result.append(self._make(store, members.index(self._rank), len(members)))
+                result.append(self._make(store, members))
             except Exception as error:
                 result.append(error)
 
@@ -180,7 +181,8 @@ class Groups:
                 f"the process groups of epoch {self.epoch} are gone: another device failed"
             )
 
-    def _make(self, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+    def _make(self, store: dist.Store, members: RankTuple) -> dist.ProcessGroup:
+        rank, size = members.index(self._rank), len(members)
         group = dist.ProcessGroup(store, rank, size)
         gloo_store = dist.PrefixStore("gloo", store)
         connecting = min(self._timeout, _CONNECT_TIMEOUT)
@@ -190,7 +192,7 @@ class Groups:
             # of Gloo alone: NCCL closes connections of its own while all is well
             new = [fd for link, fd in open_sockets().items() if link not in before]
             if self.epoch == epoch:
-                self._sockets.extend(connected(new))
+                self._connections |= dict.fromkeys(connected(new), members)
             if self._aborted.is_set():  # meanwhile
                 self._shut_down()
         device = self._platform.communicator(store, rank, size, self._timeout)
@@ -236,7 +238,7 @@ class Groups:
     def _shut_down(self) -> None:
         for meeting in self._meetings:
             meeting.abort()
-        for connection in self._sockets:
+        for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -248,9 +250,9 @@ class Groups:
             was_aborted = self._aborted.is_set()
             self._aborted.set()
             self._shut_down()
-            for connection in self._sockets:
+            for connection in self._connections:
                 connection.close()
-            self._sockets.clear()
+            self._connections.clear()
             self._meetings.clear()
             self._backends.clear()
             self._peers.close()
@@ -288,16 +290,19 @@ class Groups:
             return f"rank {rank} in {described(purpose)}"
         return None
 
-    def has_lost_peer(self) -> bool:
-        """Whether a process that is in a group with this one has ended (from any thread).
+    def lost_peers(self) -> list[RankTuple]:
+        """For each process that is in a group with this one and has ended, the ranks of which it
+        is one (from any thread).
 
         A collective on a device need not notice it: NCCL does not, within a host.
         """
         poll = select.poll()
         with self._lock:
-            for connection in self._sockets:
+            members = {each.fileno(): ranks for each, ranks in self._connections.items()}
+            for connection in members:
                 poll.register(connection, select.POLLRDHUP)
-            return bool(poll.poll(0)) or self._peers.has_lost_any()
+            found = [members[connection] for connection, _ in poll.poll(0)]
+            return [*found, *((rank,) for rank in self._peers.lost())]
 
     def in_forked_child(self) -> None:
         """In a forked child: collectives find no group, and make none.  All groups are the

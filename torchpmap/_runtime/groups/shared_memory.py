@@ -25,7 +25,7 @@ import select
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -113,23 +113,23 @@ class Peers:
 
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}
+        """By rank."""
 
-    def add(self, pids: Iterable[int]) -> None:
-        """Raises ``ProcessLookupError`` if one has ended."""
-        for pid in pids:
-            if pid not in self._pidfds and pid != os.getpid():
-                self._pidfds[pid] = os.pidfd_open(pid)
+    def add(self, pids: Mapping[int, int]) -> None:
+        """``pids``: by rank.  Raises ``ProcessLookupError`` if one has ended."""
+        for rank, pid in pids.items():
+            if rank not in self._pidfds and pid != os.getpid():
+                self._pidfds[rank] = os.pidfd_open(pid)
 
-    def has_lost(self, pids: Iterable[int]) -> bool:
-        """Whether one of these processes has ended."""
+    def lost(self, among: Container[int] | None = None) -> list[int]:
+        """The ranks, among some or all, whose processes have ended."""
         poll = select.poll()  # one for each look: no two threads may use one at the same time
-        for pid in pids:
-            if pid in self._pidfds:
-                poll.register(self._pidfds[pid], select.POLLIN)
-        return bool(poll.poll(0))
-
-    def has_lost_any(self) -> bool:
-        return self.has_lost(tuple(self._pidfds))
+        ranks = {}
+        for rank, pidfd in tuple(self._pidfds.items()):
+            if among is None or rank in among:
+                ranks[pidfd] = rank
+                poll.register(pidfd, select.POLLIN)
+        return [ranks[pidfd] for pidfd, _ in poll.poll(0)]
 
     def close(self) -> None:
         while self._pidfds:
@@ -366,10 +366,10 @@ def connect(
         return None
     pids = [pid for pid, _, _ in members]
     try:
-        peers.add(pids)
+        peers.add(dict(zip(ranks, pids, strict=True)))
     except ProcessLookupError as error:
         raise GroupLost("process group: another process of it has ended") from error
-    return Meeting(ranks, place, memory, lambda: peers.has_lost(pids), limit_s, occasion)
+    return Meeting(ranks, place, memory, lambda: bool(peers.lost(ranks)), limit_s, occasion)
 
 
 def _seals(fd: int) -> int:

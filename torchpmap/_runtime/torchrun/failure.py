@@ -33,7 +33,7 @@ from torchpmap._base.errors import (
 )
 from torchpmap._runtime.groups.process_groups import Groups, is_communication
 from torchpmap._runtime.torchrun.joining import exit_with_failure
-from torchpmap._runtime.torchrun.rendezvous import Rendezvous
+from torchpmap._runtime.torchrun.rendezvous import Rendezvous, lost
 
 _CONSEQUENCES = (WorkerError, WorkerDied)
 """Errors that a process raises because another one failed."""
@@ -184,16 +184,6 @@ class Failures:
         exit_with_failure(None)  # Python does
         self._record(error)
         self._previous_hook(kind, error, where)
-
-
-def lost(error: BaseException | None) -> WorkerDied:
-    """The error to raise when a collective broke off and no process reported why."""
-    lost = WorkerDied(
-        "the connection to another process of this job broke off, and it did not say why: it was "
-        "killed (perhaps for lack of memory), or its host is gone. The launcher's report names it."
-    )
-    lost.__cause__ = error
-    return lost
 
 
 def _note_as_later(file: Path) -> None:

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from torchpmap._base.errors import (
     CollectiveMismatch,
     PmapError,
     RemoteTraceback,
+    WorkerDied,
     WorkerError,
 )
 from torchpmap._base.tracebacks import printed_folded
@@ -86,7 +87,7 @@ class Rendezvous:
         self.place = place
         self._patience_s = timeout_s
         self.address = None if place.local_size == place.size else route_to(place.host)
-        with _store_failures():
+        with store_failures():
             store = join(place, device_type, timeout_s, self.address)
         # the store still has the keys of the runtime before this one
         self.store = store.prefixed(str(next(_starts)))
@@ -98,6 +99,8 @@ class Rendezvous:
         """Raises, on all of the given ranks, as their histories of an axis differ (``History``)."""
         self.raise_if_closed: Callable[[], None] = lambda: None
         """Raises if this process has failed in another thread (written by the runtime)."""
+        self.lost_peers: Callable[[], list[tuple[int, ...]]] = list
+        """For each process that has ended, ranks of which it is one (written by the runtime)."""
         self._turns: Counter[tuple[int, ...]] = Counter()
         self._gone: set[int] = set()
         """Ranks that are known to have ended their scripts."""
@@ -154,7 +157,7 @@ class Rendezvous:
         self._turns[ranks] += 1
         prefix = f"turn/{','.join(map(str, ranks))}/{turn}"
         keys = [f"{prefix}/{rank}" for rank in ranks]
-        with _store_failures():
+        with store_failures():
             posted = packed((what, where, mine, dict(self.calls), dict(self.histories)))
             self.store.set(f"{prefix}/{self.place.rank}", posted)
             self._wait(keys, Waiting(ranks, turn, shown(what, where), dict(self.calls)))
@@ -198,7 +201,7 @@ class Rendezvous:
         start = self.place.rank - self.place.local_rank
         here = [rank for rank in ranks if start <= rank < start + self.place.local_size]
         prefix = f"built/{','.join(map(str, ranks))}/{self._turns[ranks]}"
-        with _store_failures():
+        with store_failures():
             # where hosts do not have consecutive ranks, some wait for a lower rank of another host
             if here and here[0] < self.place.rank:
                 first = here[0]
@@ -232,12 +235,13 @@ class Rendezvous:
     def _refuse_to_wait_in_vain(
         self, keys: Sequence[str], waiting: Waiting, deadline: Deadline
     ) -> None:
-        by_rank = zip(waiting.ranks, keys, strict=True)
-        missing = [rank for rank, key in by_rank if not self.store.check([key])]
+        lost_peers = self.lost_peers()  # first: who leaves or fails says so before
+        missing = self.missing(dict(zip(waiting.ranks, keys, strict=True)))
         for rank in missing:
             self._raise_if_left(rank, f"{waiting.what}: ")
             if waiting.turn >= 0:
                 self._raise_if_crossed(rank, waiting.what)
+        self.refuse_to_wait_for_lost(missing, lost_peers)
         if missing and deadline.passed:
             raise CallTimeout(
                 f"{waiting.what}: rank {', '.join(map(str, missing))} did not come within "
@@ -276,6 +280,21 @@ class Rendezvous:
         if self._gone.isdisjoint(ranks):
             self._gone.update(rank for rank in ranks if self.store.check([f"left/{rank}"]))
         return not self._gone.isdisjoint(ranks)
+
+    def missing(self, keys: Mapping[int, str]) -> list[int]:
+        """The ranks whose keys are not there."""
+        return [rank for rank, key in keys.items() if not self.store.check([key])]
+
+    def refuse_to_wait_for_lost(
+        self, missing: Collection[int], lost_peers: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Raise if one of the ``missing`` is among ``lost_peers``, as they were before these ranks
+        were found missing, and has not said why.
+        """
+        for ranks in lost_peers:
+            if not self.have_left(ranks) and not set(ranks).isdisjoint(missing):
+                self.raise_cause()
+                raise lost(None)
 
     # -- failure and end ---------------------------------------------------------------------------
 
@@ -344,6 +363,16 @@ class Rendezvous:
                 time.sleep(pause)
 
 
+def lost(error: BaseException | None) -> WorkerDied:
+    """The error to raise when a connection broke off and no process reported why."""
+    lost = WorkerDied(
+        "the connection to another process of this job broke off, and it did not say why: it was "
+        "killed (perhaps for lack of memory), or its host is gone. The launcher's report names it."
+    )
+    lost.__cause__ = error
+    return lost
+
+
 def _checked(value: Any, kinds: tuple[type, ...]) -> Any:
     """A tuple of values of these types.
 
@@ -391,7 +420,7 @@ def _check_calls_before(what: str, calls: Mapping[int, Mapping[tuple[int, ...], 
 
 
 @contextlib.contextmanager
-def _store_failures() -> Iterator[None]:
+def store_failures() -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:

@@ -106,6 +106,7 @@ class TorchrunRuntime:
             *(self.rank, self.device, self._platform, self._groups),
             *(f"on device {self.devices[self.rank]}", self._usage),
         )
+        self._rendezvous.lost_peers = self._groups.lost_peers
         self._failures = Failures(self._rendezvous, self._groups)
         self._rendezvous.raise_if_closed = self._failures.raise_if_closed
         self._watch = Watch(self._rendezvous, self._groups, self._failures)

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CallTimeout, CollectiveMismatch, PmapError, WorkerError
 from torchpmap._runtime.groups.process_groups import Groups
-from torchpmap._runtime.torchrun.failure import Failures, lost
-from torchpmap._runtime.torchrun.rendezvous import Rendezvous
+from torchpmap._runtime.torchrun.failure import Failures
+from torchpmap._runtime.torchrun.rendezvous import Rendezvous, lost
 
 _INTERVAL_S = 1.0
 _STOPPING_S = 1.0
@@ -110,17 +110,18 @@ class Watch:
     def _verdict_on(self, running: Watched) -> PmapError | None:
         """Why a call never ends; None if that is not certain."""
         ranks, number, name, _, _ = running
-        has_lost_peer = self._groups.has_lost_peer()  # first: who leaves or fails says so before
+        lost_peers = self._groups.lost_peers()  # first: who leaves or fails says so before
         try:
-            has_lost_peer &= not self._rendezvous.have_left(ranks)
+            self._rendezvous.have_left(ranks)  # as long as there is a store
+            lost_peers = [each for each in lost_peers if not self._rendezvous.have_left(each)]
             self._rendezvous.raise_if_in_vain((ranks, number), name)
         except (WorkerError, CollectiveMismatch) as verdict:
             return verdict
         except dist.DistError as error:
-            if has_lost_peer:  # it has kept the store
+            if lost_peers:  # it has kept the store
                 return lost(error)
             raise
-        return lost(None) if has_lost_peer else None
+        return lost(None) if lost_peers else None
 
     def _expire(self, running: Watched) -> None:
         _, _, name, timeout, caller = running
