@@ -95,12 +95,12 @@ def survivors(*dead: int) -> Iterator[None]:
     yield
     assert_pool_works()
     alive = [rank for rank in range(N) if rank not in dead]
-    assert [value[rank].item() for rank in alive] == [10.0 * rank for rank in alive]
+    assert [value.addressable_data(rank).item() for rank in alive] == [10.0 * k for k in alive]
     now = worker_pids()
     assert [rank for rank in range(N) if now[rank] == pids[rank]] == alive
     for rank in dead:
         with pytest.raises(tp.ShardLost, match=f"{DEVICE}:{rank}"):
-            value[rank].item()
+            value.addressable_data(rank)
 
 
 def failure(

@@ -58,6 +58,25 @@ def views(on):
 
 
 @CASES.add(1)
+def rows(on):
+    cache = on.put(data(1))
+
+    def f(x):
+        first = x[0]
+        first.add_(1)
+        x[-1, 3].fill_(2)
+        x[1] += first
+        cache[2].copy_(x[1])
+        for k, row in enumerate(cache):
+            row.mul_(k)
+        cache.add_(1)
+        return first, cache[2], x.sum()
+
+    x = on.put(data())
+    return [*on.jit(f)(x), x, cache]
+
+
+@CASES.add(1)
 def gradients(on):
     weight = nn.Parameter(on.put(data(1)))
 

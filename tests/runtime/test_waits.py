@@ -90,7 +90,7 @@ def lives_on(*ranks):
     yield pids, held
     assert_pool_works()
     assert [worker_pids(2)[rank] for rank in ranks] == [pids[rank] for rank in ranks]
-    assert [held[rank].item() for rank in ranks] == [2 * rank for rank in ranks]
+    assert [held.addressable_data(rank).item() for rank in ranks] == [2 * rank for rank in ranks]
 
 
 def run_far_ahead():

@@ -164,6 +164,24 @@ def operations_on_blocks():
     return [*(whole(result) for result in results), alike]
 
 
+def rows_written(x: Any) -> list[Any]:
+    first, last = x[0], x[-1]
+    first.add_(1)
+    x[3, 1].fill_(50)
+    x[5] *= 2
+    x[6][2].neg_()
+    for k, row in enumerate(x):
+        row.add_(k)
+    last.mul_(first)
+    return [x.add_(1), first, last]
+
+
+@expect([rows_written(X.clone())] * 3)
+def writes_to_rows():
+    specs = (P("x", "y"), P(None, "x"), P(("y", "x")))
+    return [list(map(whole, rows_written(put(spec)))) for spec in specs]
+
+
 ALL = (
     *(P("x"), P("y"), P("x", "y"), P("y", "x"), P(None, "x")),
     *(P(("x", "y")), P(("y", "x")), P(None, ("x", "y")), P()),

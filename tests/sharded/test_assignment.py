@@ -82,6 +82,7 @@ ANYWHERE = ["dots", "all", "true", "mask", "mask of rows", "mask of columns", "m
 STAYING = [
     *((layout, name) for layout, names in IN_PLACE.items() for name in names),
     *itertools.product(LAYOUTS, ANYWHERE),
+    *(("rows", name) for name in ("number", "negative", "numpy number", "element")),
 ]
 
 
@@ -107,7 +108,7 @@ def test_values_of_masks_fetch_the_mask_alone():
 
 
 def test_assignments_to_cut_dims_fetch_and_send_the_value_once(monkeypatch):
-    for name in ("number", "slice", "element"):
+    for name in ("slice", "past the end"):
         x = put(HERE, ("i",))
         version = x._version
         calls = asked(monkeypatch)

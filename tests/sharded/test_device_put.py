@@ -221,7 +221,11 @@ def test_replicate_and_unreplicate():
     assert back["b"][1].item() == 2.0
     assert out["n"].item() == back["n"].item() == 3
     stacked = tp.device_put_replicated(X[0], tp.devices())
-    assert tp.unreplicate(stacked).tolist() == X[0].tolist()
+    columns = tp.device_put(X, mesh_sharding(None, "x"))
+    for x in (stacked, stacked.clone().requires_grad_(), columns):
+        row = tp.unreplicate(x)
+        assert type(row) is torch.Tensor
+        assert row.tolist() == X[0].tolist()
     assert tp.unreplicate([X, "text"])[0].tolist() == X[0].tolist()
 
 

@@ -6,7 +6,16 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as functional
-from _sharded_values import HERE, each, fetched_bytes, functions, numbers, on_devices, on_mesh
+from _sharded_values import (
+    HERE,
+    each,
+    fetched_bytes,
+    functions,
+    nothing_gathers,
+    numbers,
+    on_devices,
+    on_mesh,
+)
 from _spies import asked
 from _support import close
 
@@ -86,6 +95,70 @@ def test_siblings_and_aliases_see_each_others_writes():
     assert set(alias.cpu().flatten().tolist()) == {5}
 
 
+ROWS = """
+    x[2].add_(1); x[-1].mul_(2); x[3, 1].fill_(9); x[3][1].add_(1); x[1][2][0].neg_(); x[0].zero_()
+    x[..., 1].add_(1); x[None][0, 1].add_(1); x[2:6][1].add_(1); x[::2][-1].add_(1); x.mT[4].exp_()
+    x.select(0, 5).neg_(); x.select(-3, -5).neg_(); x.unbind()[6].add_(1); x.detach()[1].add_(1)
+    x[0].copy_(x[7]); x[0].copy_(torch.ones(4, 2)); x[6].mT[1].add_(1); x[4].flatten()[3:5].zero_()
+    x.view(2, 4, 8)[1].add_(1); x[torch.tensor(2)].add_(1); x[np.int64(3)].add_(1)
+    [row.add_(k) for k, row in enumerate(x)]; [row.mul_(2) for row in [*x]]; [*x][3].copy_(x[-2])
+    x.__setitem__(1, x[1].add_(1)); x.__setitem__((-2, 1), x[-2, 1].add_(1)); x.__setitem__(5, 7)
+    x.__setitem__(0, x[1]); x.__setitem__((5, 3, 1), x[5, 3, 1] + 2); torch.neg(x[0], out=x[1])
+    x.add_(1)
+"""
+PUT = {
+    "4": lambda x: on_mesh(x, "i"),
+    "2": lambda x: tp.device_put(x, tp.NamedSharding(tp.make_mesh((2,), ("i",)), tp.P("i"))),
+    "1": lambda x: tp.device_put(x, tp.NamedSharding(tp.make_mesh((1,), ("i",)), tp.P("i"))),
+    "both dims": lambda x: on_mesh(x, "ij", (2, 2), ("i", "j")),
+    "one axis": lambda x: on_mesh(x, "j", (2, 2), ("i", "j")),
+    "one dim": lambda x: on_mesh(x, [("j", "i")], (2, 2), ("i", "j")),
+    "columns": lambda x: on_mesh(x, (None, "i")),
+    "replicated": tp.replicate,
+}
+
+
+@pytest.mark.parametrize("put", PUT.values(), ids=PUT)
+@each("write", "x", ROWS)
+def test_rows_and_what_they_are_rows_of_see_each_others_writes(write, put):
+    here = numbers(8, 4, 2)
+    there = put(here)
+    views = [(x[1], x[-3], x[5, 3], x[3][1], x[..., 0], x.select(0, 6)) for x in (here, there)]
+    sharding = there.sharding
+    for x in (here, there):
+        write(x)
+    close([there, *views[1]], [here, *views[0]])
+    assert there.sharding == sharding
+    for shard in there.addressable_shards:
+        torch.testing.assert_close(shard.data, here[shard.index])
+
+
+def test_all_rows_have_one_plan_and_are_sent_alone(monkeypatch):
+    here = numbers(64, 8)
+    x = tp.shard_batch(here)
+    x[0].add_(1)
+    calls = asked(monkeypatch)
+    with nothing_gathers():
+        for k in range(-64, 64):
+            x[k].add_(1)
+        rows = [*x]
+    assert {name for name, _ in calls} == {"put", "execute"}  # a row, or a number
+    here += 2
+    here[0] += 1
+    close([x, *rows], [here, *here])
+    assert fetched_bytes(calls) == here.nbytes * 2
+
+
+@pytest.mark.parametrize("index", [8, -9])
+def test_rows_that_are_not_there(index):
+    message = f"index {index} (is out of bounds|out of range)"
+    x = tp.shard_batch(numbers(8, 4))
+    for use in functions("x, k", "x[k]; x.select(0, k); x.select_scatter(x[0], 0, k)").values():
+        use(x, 1)
+        with pytest.raises(IndexError, match=message):
+            use(x, index)
+
+
 def test_a_write_to_a_row_without_elements():
     x = on_mesh(torch.zeros(8, 0), ("x", "y"), (2, 2), ("x", "y"))
     x[3].add_(1)
@@ -94,7 +167,7 @@ def test_a_write_to_a_row_without_elements():
 
 def test_copies_are_independent():
     x = on_devices().x
-    twins = [x.clone(), x.contiguous().clone(), x + 0, x.mT.clone(), x[0], x.cpu()]
+    twins = [x.clone(), x.contiguous().clone(), x + 0, x.mT.clone(), x[0].clone(), x.cpu()]
     twins.append(x.reshape(24) + 0)
     before = [twin.clone().cpu() for twin in twins]
     x.fill_(9)
@@ -190,6 +263,15 @@ def assign(x):
     return y
 
 
+def write_rows(x):
+    y = x * 2
+    first = y[0]
+    first.mul_(x[1])
+    y[-1][1].sin_()
+    y[2, 0].copy_(x[3, 1])
+    return y * first
+
+
 def write_bits(x):
     y = torch.view_as_complex(torch.stack([x, x], -1))
     y.real.mul_(2)
@@ -207,7 +289,7 @@ def write_unrecorded(x):
 
 WRITING = (
     *(pad_circular, write_whole, write_view_of_view, write_siblings),
-    *(copy_parts, assign, write_bits, write_unrecorded),
+    *(copy_parts, assign, write_rows, write_bits, write_unrecorded),
 )
 
 
@@ -242,8 +324,13 @@ def test_writes_through_views_are_differentiated(function, derivative):
 
 def test_writes_that_torch_forbids_raise_its_errors():
     x = on_devices().x.requires_grad_()
-    with pytest.raises(RuntimeError, match="a view of a leaf Variable that requires grad"):
-        x[:, 0].add_(1)
+    for view in functions("x", "x[:, 0]; x[1]; x[-1, 0]; x[2][1]").values():
+        with pytest.raises(RuntimeError, match="a view of a leaf Variable that requires grad"):
+            view(x).add_(1)
+    with pytest.raises(
+        RuntimeError, match="is the output of a function that returns multiple views"
+    ):
+        next(iter(x)).add_(1)
     with pytest.raises(RuntimeError, match="a view of a leaf Variable that requires grad"):
         x[:, 0] = 1
     y = x * 2

@@ -411,6 +411,14 @@ def branches(x):
     return y * 2 if y.sum() > 0 else y
 
 
+def writes_rows(x):
+    x[0] += 1
+    x[1].mul_(2)
+    for row in x:
+        row -= 1
+    return x
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -420,6 +428,7 @@ def branches(x):
         branches,
         torch.nn.Linear(4, 2).requires_grad_(False),
         lambda x: x.add_(1),
+        writes_rows,
     ],
 )
 def test_compiled_functions_run_as_they_are(function):

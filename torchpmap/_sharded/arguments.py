@@ -128,6 +128,9 @@ _ORDERED = frozenset(
 _OF_NUMBERS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
 
 
+_AT_A_ROW = (_aten.select.int, _aten.select_scatter.default)
+
+
 class Facts(NamedTuple):
     """What holds for every call of an operation."""
 
@@ -158,6 +161,21 @@ def facts_of(func: Any) -> Facts:
         is_elementwise or schema.name.removeprefix("aten::") in _ORDERED,
         schema.name in ("aten::_linalg_det", "aten::_linalg_slogdet"),
     )
+
+
+def slots_of(func: Any, args: Sequence[Any]) -> frozenset[str]:
+    """Arguments of a call whose Python numbers are inputs, not part of the key: also which row of a
+    cut dim is taken or put, so that all rows have one plan.
+    """
+    facts = facts_of(func)
+    if func not in _AT_A_ROW:
+        return facts.slots
+    layout: Any = getattr(args[0], "_layout", None)
+    dim = args[facts.names.index("dim")]
+    if layout is None or not -len(layout.shape) <= dim < len(layout.shape):
+        return frozenset()
+    is_cut = layout.shape[dim] != layout.block_shape[dim]
+    return frozenset({"index"} if is_cut else ())
 
 
 def is_by_columns(func: Any, operands: Sequence[Any]) -> bool:

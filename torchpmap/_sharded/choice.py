@@ -30,6 +30,7 @@ def chosen(
     weights: Collection[int] = (),
     wish: Cut = (),
     uses: int = 1,
+    is_row: bool = False,
 ) -> tuple[Call, Placement]:
     """The call with the cuts that its operands are brought to, and how it runs then.
 
@@ -40,10 +41,11 @@ def chosen(
         weights: positions of the operands that are weights.
         wish: the cut of the first result, if operands allow it as they lie.
         uses: how many such calls can use the operands that are brought.
+        is_row: whether it takes a single row, which is sent whatever else is less.
     """
     call = call_with(cuts)
     placement = placement_of(call, rule, wish)
-    if placement is not None and not (placement.rows and any(placement.combine)):
+    if placement and (is_row or not (placement.rows and any(placement.combine))):
         return call, placement  # else a sum may be larger than the operand
     operands, sizes = call.operands if rule else (), call.sizes
     places = [operand.position for operand in operands]

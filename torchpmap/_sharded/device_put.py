@@ -405,9 +405,12 @@ def unreplicate(x: Tree) -> Tree:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         value = innermost(leaf)
-        if isinstance(value, ShardedTensor) and value.is_fully_replicated:
+        if not isinstance(value, ShardedTensor):
+            return leaf if inline_mode.is_replicated(leaf) else leaf[0]
+        if value.is_fully_replicated:
             return leaf.cpu()
-        return leaf if inline_mode.is_replicated(leaf) else leaf[0]
+        is_near = value.is_fully_addressable and value._alive()[0].dim == 0
+        return leaf[0].cpu() if _is_followed(leaf) or not is_near else value.addressable_data(0)[0]
 
     leaves, structure = flatten(x)
     return structure.unflatten([first(leaf) for leaf in leaves])

@@ -1,6 +1,6 @@
 """Assignments ``x[index] = value``, and indices that are masks.
 
-``x[:, 0] = 1`` is a write through a view, unless this is of a part of a cut dim: then a copy of the
+``x[:, 0] = 1`` is a write through a view, unless this is a slice of a cut dim: then a copy of the
 whole value is written in this process, which has it, and sent.  Views would gather, and be a plan
 for each place.
 """
@@ -39,8 +39,8 @@ def plain_index(index: Any) -> Any:
     return torch.as_tensor(index) if isinstance(index, np.ndarray) else index
 
 
-def takes_part_of_a_cut(layout: Layout, index: Any) -> bool:
-    """Whether an index has a number or a slice for a dim that is cut, or an entry that only torch
+def slices_a_cut(layout: Layout, index: Any) -> bool:
+    """Whether an index has a slice for a dim that is cut, or an entry that only torch
     understands.
     """
     entries = index if isinstance(index, tuple) else (index,)
@@ -54,7 +54,7 @@ def takes_part_of_a_cut(layout: Layout, index: Any) -> bool:
             count = max(len(pairs) - sum(counts), 0)
         elif not isinstance(entry, torch.Tensor):
             for size, block in pairs[dim : dim + count]:
-                if size != block and not _is_whole(entry, size):
+                if size != block and isinstance(entry, slice) and not _is_whole(entry, size):
                     return True
         dim += count
     return False

@@ -171,7 +171,8 @@ def lower_operation(
     call_with = partial(described, trial, grid.sizes)
     cuts = {k: grid.cut_of(layout) for k, layout in enumerate(layouts) if layout}
     wish = grid.cut_of(prefer) if prefer and prefer.sharding.mesh in grid.meshes else ()
-    on_blocks = OnBlocks(trial, *chosen(call_with, cuts, rule_of(func), wish=wish))
+    is_row = trial.row is not None
+    on_blocks = OnBlocks(trial, *chosen(call_with, cuts, rule_of(func), wish=wish, is_row=is_row))
     if not _runs(on_blocks, on_cpu):
         on_blocks = OnBlocks(trial, *chosen(call_with, {}, None))
         if not _runs(on_blocks, on_cpu):
@@ -205,8 +206,8 @@ def _emitted(
     nodes = [emitter.input(f"operand_{k}") for k in range(len(inputs))]
     blocks, moved = [], 0
     for k, (node, layout) in enumerate(zip(nodes, inputs, strict=True)):
-        if layout is None:
-            blocks.append(emitter.call(_aten._local_scalar_dense.default, node))
+        if layout is None:  # a number
+            blocks.append(node)
             continue
         cut = grid.cut_of(layout)
         moved += emitter.sends(cut, wanted[k]) * math.prod(layout.shape) * layout.dtype.itemsize
@@ -235,5 +236,5 @@ def _emitted(
         trial=trial,
         moved=moved,
         reduces=name_of(trial.func) in _SMALLER and layouts[0] is not None,
-        checks_numbers=None in inputs and trial.has_integers,
+        checks_numbers=None in inputs and (trial.has_integers or trial.row is not None),
     )

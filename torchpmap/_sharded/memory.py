@@ -6,8 +6,8 @@ without an operation would read or write at address 0.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
@@ -89,35 +89,29 @@ class Remote(torch.Tensor):
         return False
 
 
-class _Sequence:
-    def __getitem__(self, index: Any) -> Any:
-        raise NotImplementedError
-
-
 Class = TypeVar("Class", bound=type)
 
+_OPERATORS = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod"),
+    *("pow", "and", "or", "xor", "lshift", "rshift"),
+)
 
-def no_sequence(cls: Class) -> Class:
-    """Let C code take objects of a class as it takes plain tensors, which are no sequences.
 
-    A method ``__getitem__`` makes a class a sequence for C, and Python cannot say otherwise.  Then
-    ``torch.tensor([x, y])`` asks two numbers for their lengths.
+def with_operators(cls: Class) -> Class:
+    """Give a class ``x += y`` and the like as methods in Python: at those in C, Dynamo (torch 2.13)
+    calls itself without end.
     """
-    ours, known = (_sequence_methods(x) for x in (cls, _Sequence))
-    if ours and known and ours[_SQ_ITEM] == known[_SQ_ITEM]:
-        ours[_SQ_ITEM] = None
+    for name in _OPERATORS:
+        setattr(cls, f"__i{name}__", _in_python(getattr(torch.Tensor, f"__i{name}__")))
     return cls
 
 
-_SQ_ITEM = 3
-_TP_AS_SEQUENCE = 10
+def _in_python(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def operator(self: Any, other: Any) -> Any:
+        return method(self, other)
 
-
-def _sequence_methods(cls: type) -> Any:
-    """What CPython's ``PyTypeObject`` says of a class as a sequence, as an array of pointers."""
-    words = ctypes.POINTER(ctypes.c_void_p)
-    fields = id(cls) + object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
-    return ctypes.cast(ctypes.cast(fields, words)[_TP_AS_SEQUENCE], words)
+    return operator
 
 
 CPU, STRIDED = torch.device("cpu"), torch.strided

@@ -159,7 +159,8 @@ class Emitter:
     def _given(self, operation: OnBlocks, position: int, block: torch.fx.Node) -> torch.fx.Node:
         """What an operation takes for an operand that a device has."""
         if not isinstance(operation.trial.values[position], torch.Tensor):
-            return block
+            is_row = operation.placement.rows is not None  # to read it would wait
+            return block if is_row else self.call(_aten._local_scalar_dense.default, block)
         if position == 0 and operation.trial.by_columns:
             block = self.call(in_columns, block)
         if position in operation.placement.signature.once and operation.added_along:
@@ -176,7 +177,12 @@ class Emitter:
         if rows is not None:
             shape = operation.block_shape(operation.call.results[0], operation.placement.results[0])
             function = rows_put if rows.is_back else rows_taken
-            return [self.call(function, self.place_along(rows.over), rows[:4], shape, *blocks)]
+            start: Any = rows.start
+            if operation.trial.row is not None:
+                *blocks, row = blocks
+                start = self.call(torch.remainder, row, operation.trial.num_rows)
+            given = (rows.dim, start, rows.step, rows.length)
+            return [self.call(function, self.place_along(rows.over), given, shape, *blocks)]
         func, arguments = operation.block_call()
         if operation.rounds_parts and arguments.get("dtype") in ROUNDED:
             arguments = arguments | {"dtype": ROUNDED[arguments["dtype"]]}

@@ -23,8 +23,6 @@ from torchpmap._base.boundary import bounded
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import kind_of
 from torchpmap._base.torch_internals import (
-    LEVEL,
-    forward_state,
     guard_memory,
     innermost,
     is_traced,
@@ -45,11 +43,11 @@ from torchpmap._sharded.host_copy import host_copy
 from torchpmap._sharded.indexing import (
     INDEXING,
     plain_index,
-    takes_part_of_a_cut,
+    slices_a_cut,
     without_masks,
 )
 from torchpmap._sharded.lower import Operation
-from torchpmap._sharded.memory import CPU, STRIDED, Remote, no_sequence
+from torchpmap._sharded.memory import CPU, STRIDED, Remote, with_operators
 from torchpmap._sharded.operations import operation_for, start
 from torchpmap._sharded.shown import html_of, text_of
 from torchpmap._sharded.strides import (
@@ -66,9 +64,7 @@ from torchpmap._sharded.strides import (
 )
 from torchpmap._sharded.transfer import (
     blocks_of,
-    cuts_rows,
     fetch_blocks,
-    fetch_row,
     gather,
     is_whole_here,
     places_here,
@@ -76,6 +72,7 @@ from torchpmap._sharded.transfer import (
 )
 from torchpmap._sharded.views import (
     check_writable,
+    is_row,
     is_taken_as_grad,
     link_alias,
     link_view,
@@ -92,9 +89,9 @@ _ABOUT_MEMORY = frozenset({*_SHARING, *QUESTIONS, *RESHAPING, _aten.as_strided.d
 _ANY_FORMAT = (None, torch.contiguous_format, torch.preserve_format, *CHANNELS_LAST)
 
 
-@no_sequence
 @untraced
 @bounded
+@with_operators
 class ShardedTensor(Remote):
     """A ``torch.Tensor`` whose data lives on the devices (not ``torch.distributed``'s class of the
     same name).
@@ -109,8 +106,8 @@ class ShardedTensor(Remote):
         >>> y = tp.pmap(lambda x: x * 2)(torch.arange(4.0))
         >>> y
         ShardedTensor([0., 2., 4., 6.], rows of dim 0 on cpu:0 cpu:1 cpu:2 cpu:3)
-        >>> y[3], y.sum()
-        (tensor(6.), ShardedTensor(12., replicated on cpu:0 cpu:1 cpu:2 cpu:3))
+        >>> y[3].item(), y.sum()
+        (6.0, ShardedTensor(12., replicated on cpu:0 cpu:1 cpu:2 cpu:3))
         >>> (y + 1).sharding == y.sharding
         True
         >>> [shard.data for shard in y.addressable_shards[:2]]
@@ -303,26 +300,16 @@ class ShardedTensor(Remote):
     def _memory(self) -> torch.Tensor:
         return host_copy(self).flat
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        layout, handle = self._alive()
-        is_plain = not self.requires_grad and forward_state[LEVEL] < 0
-        # of a replicated value, a row is a view on the devices: modules write to those of buffers
-        is_direct = type(index) is int and is_plain and not num_modes()  # they see only operations
-        if is_direct and cuts_rows(layout) and is_whole_here(layout):
-            size = layout.shape[0]
-            if not -size <= index < size:
-                raise IndexError(f"index {index} is out of bounds for dimension 0 with size {size}")
-            return fetch_row(layout, handle, index % size)
-        return super().__getitem__(index)
-
     def __setitem__(self, index: Any, value: Any) -> None:
         layout, handle = self._alive()
         if num_modes():
             super().__setitem__(index, value)
             return
         index = plain_index(index)
+        if type(index) is int and is_row(value, self, index) and not is_recorded(self):
+            return  # x[k] += 1 has written it
         if any(isinstance(x, torch.Tensor) and is_recorded(x) for x in (self, value)) or not (
-            is_whole_here(layout) and takes_part_of_a_cut(layout, index)
+            is_whole_here(layout) and slices_a_cut(layout, index)
         ):
             super().__setitem__(index, value)
             return
@@ -339,9 +326,9 @@ class ShardedTensor(Remote):
         if self.dim() == 0:
             raise TypeError("iteration over a 0-d tensor")
         layout = self._alive()[0]
-        is_view = num_modes() or is_recorded(self)
-        is_view = is_view or layout.is_replicated or not is_whole_here(layout)
-        return iter((self if is_view else self.to_host()).unbind(0))
+        if num_modes() or is_recorded(self) or layout.shape[0] == layout.block_shape[0]:
+            return iter(self.unbind(0))
+        return (self[k] for k in range(len(self)))  # unbind would gather
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # a pickle may be read where these devices do not exist
@@ -403,9 +390,9 @@ class ShardedTensor(Remote):
         facts = facts_of(func)
         if facts.is_composite:  # autograd, which decomposes it, was skipped
             return func.decompose(*args, **kwargs)
-        if _is_inference() and func.is_view and not args[0].is_inference():
-            # a view of a normal tensor is a normal tensor
-            with torch.inference_mode(False), torch.no_grad():
+        if func.is_view and (of_inference := args[0].is_inference()) != _is_inference():
+            # a view of a normal tensor is a normal tensor, and no other is
+            with torch.inference_mode(of_inference), torch.no_grad():
                 return func(*args, **kwargs)
         written = written_values(func, args, kwargs) if facts.writes else ()
         targets = [target for target in written if type(target) is ShardedTensor]

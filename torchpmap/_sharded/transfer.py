@@ -132,31 +132,6 @@ def fetch_blocks(layout: Layout, handle: Handle, places: Sequence[int]) -> list[
     return blocks
 
 
-def cuts_rows(layout: Layout) -> bool:
-    """Whether the rows of dim 0 are on different devices."""
-    if layout.dim is not None or layout.is_replicated:
-        return layout.dim == 0
-    return layout.block_shape[0] < layout.shape[0]
-
-
-def fetch_row(layout: Layout, handle: Handle, row: int) -> torch.Tensor:
-    """``x[row]`` of rows that are cut, from the devices that hold it."""
-    owner = handle.team.runtime
-    target = owner.memory(layout.shape[1:], layout.dtype)
-    if layout.dim is not None:
-        rows = layout.shape[0] // len(layout.ranks)
-        owner.fetch(handle, [(row // rows, 0, row % rows, target)])
-        return target
-    rows = layout.block_shape[0]
-    wanted = [
-        (places[0], 0, row % rows, target[index[1:]])
-        for places, index in blocks_of(layout)
-        if row in range(*index[0].indices(layout.shape[0]))
-    ]
-    owner.fetch(handle, wanted)
-    return target
-
-
 def host_tensor(value: Any) -> torch.Tensor:
     """A tensor, numpy array or number as a CPU tensor, without a copy where possible; dtypes are
     kept.

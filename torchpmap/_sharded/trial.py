@@ -65,13 +65,35 @@ class Trial:
         return {k for k, x in enumerate(self.values) if not isinstance(x, torch.Tensor)}
 
     @property
+    def row(self) -> int | None:
+        """Which operand is the number of the row that it takes or puts; None: there is none."""
+        match self.arguments.get("index"):
+            case Slot(position) if position in self.numbers:
+                return position
+        return None
+
+    @property
+    def num_rows(self) -> int:
+        """Of which ``row`` is one."""
+        return int(self.values[0].shape[self.arguments["dim"]])
+
+    @property
     def has_integers(self) -> bool:
         """Whether a tensor is of an integer dtype, for which a number may be out of range."""
         every = (*self.values, *self.results)
         return any(isinstance(x, torch.Tensor) and not is_inexact(x) for x in every)
 
     def check_numbers(self, operands: Sequence[Any]) -> None:
-        """Raise what torch raises for numbers that do not suit integers, such as 300 for uint8."""
+        """Raise what torch raises for a row that is not there, and for numbers that do not suit
+        integers, such as 300 for uint8.
+        """
+        if self.row is not None:
+            if not -self.num_rows <= operands[self.row] < self.num_rows:
+                raise IndexError(
+                    f"select(): index {operands[self.row]} out of range for tensor of size "
+                    f"{list(self.values[0].shape)} at dimension {self.arguments['dim']}"
+                )
+            return
         if not self.has_integers:
             return
         with outside_modes(), torch.no_grad():

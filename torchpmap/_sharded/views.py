@@ -52,9 +52,20 @@ def link_view(results: Sequence[Any], parent: Any, func: Any, args: Sequence[Any
     """Note that ``results`` are views of ``parent``."""
     children = [child for child in getattr(parent, "_views", ()) if child() is not None]
     for number, result in enumerate(results):
-        result._view = _View(parent, func, tuple(args), number)
+        if func is _aten.unbind.int:  # one at a time: all of a cut dim would be gathered
+            result._view = _View(parent, _aten.select.int, (args[0] if args else 0, number), 0)
+        else:
+            result._view = _View(parent, func, tuple(args), number)
         children.append(weakref.ref(result))
     parent._views = children
+
+
+def is_row(value: Any, parent: Any, index: int) -> bool:
+    """Whether a value is ``parent[index]``."""
+    view: _View | None = getattr(value, "_view", None)
+    if view is None or view.parent is not parent:
+        return False
+    return view.func is _aten.select.int and view.args == (0, index)
 
 
 def is_taken_as_grad() -> bool:
@@ -282,9 +293,6 @@ _BACK: dict[Any, Back] = {
     _aten.permute.default: _permute,
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split,
-    _aten.unbind.int: lambda view, whole, part: torch.select_scatter(
-        whole, part, _argument(view, 0, 0), view.number
-    ),
     _aten.view.dtype: lambda view, whole, part: part.view(whole.dtype),
     _aten.view_as_complex.default: lambda view, whole, part: torch.view_as_real(part),
     _aten.view_as_real.default: lambda view, whole, part: torch.view_as_complex(part),
