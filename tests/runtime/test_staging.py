@@ -261,16 +261,15 @@ def test_a_region_is_not_used_again_before_it_is_sent(several):
 
 
 def test_a_worker_that_has_ended_holds_nothing(several):
-    first, arrived = several.send(torch.ones(N))
-    arrived.pop(1)
+    region, arrived = several.send(torch.ones(N))
     several.workers[1].in_forked_child()  # so that it frees nothing
-    again, (_, held, _) = several.send(torch.ones(N))
-    del held
+    last = arrived.pop()
     del arrived
-    assert first.state == FREE
-    assert again.state == HELD
     several.common.forget(1)
-    assert again.state == HELD  # by the others
+    assert region.state == HELD
+    assert last.eq(1).all()
+    del last
+    assert region.state == FREE
 
 
 def test_a_forked_child_of_one_of_several_frees_nothing(several):
