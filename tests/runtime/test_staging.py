@@ -11,12 +11,13 @@ import threading
 import pytest
 import torch
 from _platforms import Lagging
-from _support import EAGER, eagerly, pool_with, running_pool, wait_for, worker_pids
+from _support import EAGER, eagerly, kill, pool_with, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
 from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.local import staging
-from torchpmap._runtime.local.staging import GONE, STAGED_BYTES, TAKEN, Staged, Staging
+from torchpmap._runtime.local.blocks import free_blocks, store_blocks
+from torchpmap._runtime.local.staging import FREE, GONE, HELD, STAGED_BYTES, TAKEN, Staged, Staging
 
 N = STAGED_BYTES // 4
 
@@ -158,6 +159,160 @@ def test_a_region_that_was_used_again_counts_once(pair, monkeypatch):
     assert pair.staging.store(torch.ones(N)) is again
     assert pair.staging.store(torch.ones(N)) is not None
     assert pair.staging.store(torch.ones(N)) is None
+
+
+# -- one block for several workers -----------------------------------------------------------------
+
+
+class Several:
+    """The controller and the workers of three ranks, in one process."""
+
+    def __init__(self):
+        self.common = Staging(num_workers=3)
+        self.own = [Staging() for _ in range(3)]
+        self.fds = [os.dup(self.common.fd) for _ in range(3)]
+        self.workers = [Staged(fd, ignored, ignored, rank) for rank, fd in enumerate(self.fds)]
+
+    def store(self, block):
+        stored = []
+        store_blocks([block] * 3, self.own, self.common, stored)
+        return stored
+
+    def send(self, block, ranks=(0, 1, 2)):
+        stored = self.store(block)
+        _, region = stored[0]
+        for rank in ranks:
+            region.change(rank, TAKEN)
+        free_blocks(stored)
+        arrived = []
+        for rank in ranks:
+            kind = tuple(block.shape), block.dtype
+            arrived.append(self.workers[rank].tensor(region.offset, *kind))
+            self.workers[rank].hold(region.offset)
+        return region, arrived
+
+    def close(self):
+        for file in (self.common, *self.own):
+            file.close()
+        for fd in self.fds:
+            os.close(fd)
+
+
+def ignored(*_):
+    pass
+
+
+@pytest.fixture
+def several():
+    several = Several()
+    yield several
+    several.close()
+
+
+def pages(fd):
+    return os.fstat(fd).st_blocks * 512 // mmap.PAGESIZE
+
+
+def test_several_workers_hold_the_same_pages(several):
+    region, arrived = several.send(torch.arange(4.0 * N))
+    assert all(torch.equal(x, torch.arange(4.0 * N)) for x in arrived)
+    assert pages(several.common.fd) == 1 + 4 * N * 4 // mmap.PAGESIZE
+    assert [pages(file.fd) for file in several.own] == [0, 0, 0]
+    assert not any(each._has_copies() for w in several.workers for each in w._regions.values())
+    assert region.state == HELD
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_a_worker_writes_is_its_own_until_it_frees_the_region(several, monkeypatch, is_known):
+    if not is_known:  # a kernel that does not say which pages are copies
+
+        def refuse(*_):
+            raise OSError
+
+        monkeypatch.setattr(os, "pread", refuse)
+    region, arrived = several.send(torch.ones(N))
+    arrived[1][5] = 7
+    arrived[2].fill_(8)
+    assert arrived[0].eq(1).all()
+    assert arrived[1].sum() == N + 6
+    assert region.tensor((N,), torch.float32).eq(1).all()
+    del arrived
+    again, arrived = several.send(torch.full((N,), 2.0))
+    assert again is region
+    assert all(x.eq(2).all() for x in arrived)
+
+
+def test_a_region_is_used_again_when_no_worker_holds_it(several):
+    first, (*others, last) = several.send(torch.ones(N))
+    del others
+    second, _ = several.send(torch.full((N,), 2.0))
+    assert second is not first
+    assert last.eq(1).all()
+    del last
+    assert several.send(torch.full((N,), 3.0), ranks=(2,))[0] is first
+
+
+def test_a_region_is_not_used_again_before_it_is_sent(several):
+    stored = several.store(torch.ones(N))
+    several.common.forget(0)  # the worker is replaced meanwhile
+    assert several.common.store(torch.ones(N)) is not stored[0][1]
+    free_blocks(stored)
+    assert stored[0][1].state == FREE
+
+
+def test_a_worker_that_has_ended_holds_nothing(several):
+    region, arrived = several.send(torch.ones(N))
+    several.workers[1].in_forked_child()  # so that it frees nothing
+    last = arrived.pop()
+    del arrived
+    several.common.forget(1)
+    assert region.state == HELD
+    assert last.eq(1).all()
+    del last
+    assert region.state == FREE
+
+
+def test_a_forked_child_of_one_of_several_frees_nothing(several):
+    region, arrived = several.send(torch.ones(N), ranks=(0, 2))
+    for worker in several.workers:
+        worker.in_forked_child()
+    del arrived
+    assert region.state == HELD
+
+
+def test_a_block_is_on_the_way_until_the_last_worker_has_it(several, monkeypatch):
+    monkeypatch.setattr(Staging, "most", STAGED_BYTES)
+    region, _ = several.send(torch.ones(N), ranks=(0, 1))
+    region.change(2, TAKEN)
+    assert several.common.store(torch.ones(N)) is None
+    _ = several.workers[2].tensor(region.offset, (N,), torch.float32)
+    several.workers[2].hold(region.offset)
+    assert several.common.store(torch.ones(N)) is not None
+
+
+def test_regions_of_several_workers_leave_no_page(several, monkeypatch):
+    monkeypatch.setattr(staging, "_IDLE_S", -1.0)
+    for k in range(9):
+        _, arrived = several.send(torch.ones((k + 1) * N))
+        arrived[k % 3].zero_()
+        del arrived
+        several.common.trim()
+    region, arrived = several.send(torch.ones(N))
+    assert all(x.eq(1).all() for x in arrived)
+    assert pages(several.common.fd) == 1 + region.room // mmap.PAGESIZE
+    assert [len(worker._regions) for worker in several.workers] == [1, 1, 1]
+
+
+def test_blocks_that_differ_go_to_each_worker_alone(several):
+    whole = torch.ones(2, N)
+    halves, stored = [whole[0], whole[0:1][0], whole[1]], []
+    store_blocks(halves, several.own, several.common, stored)
+    assert [file for file, _ in stored] == [several.common, several.common, several.own[2]]
+    free_blocks(stored)
+    stored.clear()
+    turned = torch.ones(N // 2, dtype=torch.complex64)
+    store_blocks([turned, turned.conj(), whole[1]], several.own, several.common, stored)
+    assert [file for file, _ in stored] == several.own
 
 
 # -- in workers ------------------------------------------------------------------------------------
@@ -331,3 +486,91 @@ def test_memory_that_ctrl_c_has_lost_is_found(monkeypatch):
     monkeypatch.setattr(staging, "_IDLE_S", -1.0)
     landing.trim()
     assert not landing.taken()
+
+
+# What several hold --------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("torchpmap_tests::writes", mutates_args=())
+def writes(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Breaks its promise, and writes to its argument."""
+    x.fill_(value)
+    return x.sum()
+
+
+writes.register_fake(lambda x, value: x.new_empty(()))
+spoil = tp.pmap(
+    lambda x: writes(x, tp.axis_index("i") + 2.0), "i", in_axes=None, axis_size=4, compile=EAGER
+)
+alone = pytest.mark.cpu_only("a GPU has a copy of its own")
+
+
+def on_all(value):
+    return tp.replicate(torch.full((N,), float(value)))
+
+
+def held():
+    return [region.room for region in running_pool().common.taken()]
+
+
+@alone
+@pytest.mark.usefixtures("pool")
+def test_a_value_that_all_devices_hold_is_stored_once():
+    common = running_pool().common
+    assert wait_for(lambda: not held())
+    kept = on_all(1), on_square(tp.P("x"))
+    own = [worker.staging.taken() for worker in running_pool().workers.values()]
+    assert sorted(held()) == [N * 4, 4 * N * 4, 4 * N * 4]
+    assert own == [[]] * 4
+    assert [kept[0].addressable_data(k).sum() for k in range(4)] == [N] * 4
+    assert torch.equal(kept[1].cpu(), WHOLE)
+    del kept
+    assert wait_for(lambda: not common.taken())
+
+
+@alone
+@pytest.mark.usefixtures("pool")
+def test_a_device_that_writes_to_its_memory_changes_no_other():
+    x = on_all(1)
+    assert spoil(x).tolist() == [2 * N, 3 * N, 4 * N, 5 * N]
+    assert [x.addressable_data(k)[9].item() for k in range(4)] == [2, 3, 4, 5]
+    del x
+    assert wait_for(lambda: not held())
+    for k in range(3):
+        x = on_all(k)
+        assert [x.addressable_data(k).unique().item() for _ in range(4)] == [k] * 4
+
+
+@alone
+@pytest.mark.usefixtures("pool")
+def test_what_a_dead_worker_held_is_used_again():
+    assert wait_for(lambda: not held())
+    first = on_all(1)
+    first.block_until_ready()
+    end = running_pool().common._end
+    kill(worker_pids()[1])
+    second = on_all(2)  # while three workers still hold the first
+    assert [second.addressable_data(k).unique().item() for k in range(4)] == [2] * 4
+    assert first.addressable_data(0).eq(1).all()
+    del first, second
+    assert wait_for(lambda: not held())
+    again = [on_all(k) for k in (3, 4)]
+    assert running_pool().common._end == max(end, 2 * (N * 4 + mmap.PAGESIZE))
+    assert [[x.addressable_data(k)[0].item() for k in range(4)] for x in again] == [
+        [3] * 4,
+        [4] * 4,
+    ]
+
+
+@alone
+@pytest.mark.usefixtures("pool")
+def test_ctrl_c_before_a_block_is_sent_frees_it(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    assert wait_for(lambda: not held())
+    with monkeypatch.context() as patch:
+        patch.setattr(running_pool(), "in_order", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            on_all(1)
+    assert not held()

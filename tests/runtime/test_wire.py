@@ -191,8 +191,8 @@ def round_trip(tensor):
         frames = reader.frames()
         kind, seq, body = next(frames)
         assert (kind, seq) == (wire.PUT, 5)
-        assert body[:16].cast("q").tolist() == [77, -1]
-        received = wire.read_tensor(body[16:])
+        assert body[:24].cast("q").tolist() == [77, -1, 0]
+        received = wire.read_tensor(body[24:])
         with pytest.raises(EOFError):
             next(frames)  # the length announced is the length sent
         return received

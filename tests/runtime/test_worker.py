@@ -152,10 +152,10 @@ def test_frames_of_a_worker_gone_mad(make):
 @pytest.mark.parametrize(
     "body",
     [
-        struct.pack("<4q", 5, -1, 999, 0),
-        struct.pack("<5q", 5, -1, 0, 1 << 40, 0),
-        struct.pack("<5q", 5, -1, 0, 1, -1),
-        struct.pack("<5q", 5, -1, 0, 1, 3) + bytes(100),
+        struct.pack("<5q", 5, -1, 0, 999, 0),
+        struct.pack("<6q", 5, -1, 0, 0, 1 << 40, 0),
+        struct.pack("<6q", 5, -1, 0, 0, 1, -1),
+        struct.pack("<6q", 5, -1, 0, 0, 1, 3) + bytes(100),
     ],
     ids=["dtype", "dims", "shape", "length"],
 )

@@ -215,11 +215,13 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def put_frame(seq: int, handle: int, tensor: torch.Tensor, offset: int = -1) -> list[Buffer]:
+def put_frame(
+    seq: int, handle: int, tensor: torch.Tensor, offset: int = -1, is_common: bool = False
+) -> list[Buffer]:
     """Frame that stores ``tensor`` (CPU) under ``handle``, in two parts: dtype, shape, raw bytes;
-    or, instead of the bytes, where a copy lies in shared memory.
+    or, instead of the bytes, where a copy lies in shared memory (``is_common``: of all workers).
     """
-    meta, payload = pack_ints(handle, offset, *describe(tensor)), memoryview(b"")
+    meta, payload = pack_ints(handle, offset, is_common, *describe(tensor)), memoryview(b"")
     if offset < 0:
         payload = bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
     return [HEADER.pack(len(meta) + len(payload), PUT, seq) + meta, payload]

@@ -29,7 +29,9 @@ class MemoryStats:
     share counts in each.
     """
     shared_bytes: int
-    """Of the host, through which large values pass on their way to and from the device."""
+    """Of the host, through which large values pass on their way to and from the device; what
+    several devices hold together counts in each.
+    """
     reserved_bytes: int
     """Of the device, held by torch's allocator; 0 on a CPU, whose memory is the process's."""
 

@@ -65,6 +65,7 @@ class Fds(NamedTuple):
     progress: int
     bell: int
     landing: int
+    common: int
     stacks: int
     staging: int
 

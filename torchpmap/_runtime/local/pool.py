@@ -134,6 +134,7 @@ class Pool:
         self._watch = Watch(self._workers, self._supervisor)
         self.workers = self._workers.by_rank
         self.landing = self._workers.landing
+        self.common = self._workers.common
         self.monitor = self._workers.monitor
         self._progress = self._workers.progress
         self.limit = self._watch.limit

@@ -27,19 +27,13 @@ from torchpmap._base.errors import FORKED, POOL_CLOSED, RuntimeClosed
 from torchpmap._runtime import wire
 from torchpmap._runtime.base import Handle, Team
 from torchpmap._runtime.groups.process_groups import RankPartition
+from torchpmap._runtime.local.blocks import Stored, block_frames, free_blocks, store_blocks
 from torchpmap._runtime.local.incidents import Era
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.plans import Plans, hand_over, take
 from torchpmap._runtime.local.pool import Pool
-from torchpmap._runtime.local.process import WorkerProcess
 from torchpmap._runtime.local.stacks import seen
-from torchpmap._runtime.local.staging import (
-    STAGED_BYTES,
-    Region,
-    block_frames,
-    copy,
-    free_all,
-)
+from torchpmap._runtime.local.staging import STAGED_BYTES, TAKEN, copy
 from torchpmap._runtime.task import Report, Task
 from torchpmap._runtime.wire import frame, pack_ints
 from torchpmap._trace.compile import CompileReport, Definition
@@ -162,37 +156,31 @@ class LocalRuntime:
     def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
         if blocks[0].nbytes < STAGED_BYTES:
             return self._pool.in_order(self._send_blocks, team, blocks, [])
-        staged: list[tuple[WorkerProcess, Region | None]] = []
+        stored: Stored = []
         try:
-            for rank, block in zip(team.ranks, blocks, strict=True):
-                worker = self._pool.workers[rank]
-                staged.append((worker, worker.staging.store(block)))
-            return self._pool.in_order(self._send_blocks, team, blocks, staged)
-        except BaseException:  # Ctrl-C, or the pool was closed
-            free_all(region for _, region in staged)
-            raise
+            own = [self._pool.workers[rank].staging for rank in team.ranks]
+            store_blocks(blocks, own, self._pool.common, stored)
+            return self._pool.in_order(self._send_blocks, team, blocks, stored)
+        finally:  # of which some are the workers' to free, when all is well
+            free_blocks(stored)
 
-    def _send_blocks(
-        self,
-        team: Team,
-        blocks: Sequence[torch.Tensor],
-        staged: list[tuple[WorkerProcess, Region | None]],
-    ) -> Handle:
-        """``staged``: the process for which each block was stored, and where; empty when it is
-        certain that the process frees that memory.
-        """
+    def _send_blocks(self, team: Team, blocks: Sequence[torch.Tensor], stored: Stored) -> Handle:
+        """Leaves in ``stored`` what the caller must free."""
         self._free(team)
-        workers = [self._pool.workers[rank] for rank in team.ranks]
-        # a worker may have been replaced meanwhile
+        own = [self._pool.workers[rank].staging for rank in team.ranks]
+        common = self._pool.common
         regions = [
-            region if worker is meant else None
-            for worker, (meant, region) in zip(workers, staged, strict=False)
+            region if file in (mine, common) else None  # a worker may have been replaced meanwhile
+            for mine, (file, region) in zip(own, stored, strict=False)
         ]
         seq, handle = self._number(1)
         frames = block_frames(seq, handle, blocks, regions)
         outbox = self._pool.outbox
-        staged.clear()
+        stored[:] = [each for each in stored if each[0] is common]
         try:
+            for rank, region in zip(team.ranks, regions, strict=False):
+                if region is not None and region.is_common:
+                    region.change(rank, TAKEN)
             if sum(map(len, frames[0])) <= _JOINED_BYTES and not any(regions):
                 outbox.post(team.sockets, [b"".join(buffers) for buffers in frames])
             else:
@@ -460,6 +448,7 @@ class LocalRuntime:
         for worker in tuple(self._pool.workers.values()):
             worker.staging.trim()
         self._pool.landing.trim()
+        self._pool.common.trim()
 
     def _restore(self, new_ranks: set[int]) -> None:
         """After a repair: give new workers the plans of the old ones."""

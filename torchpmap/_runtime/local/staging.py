@@ -14,6 +14,10 @@ there already, and new pages take longer than the copy.
 A worker has a file for what is sent to it.  What the controller fetches comes through one file of
 the pool: each worker writes its block to its place in the whole, and the tensor that the user gets
 is that memory.
+
+A block that several workers hold lies in one more file of the pool, once.  Each of them sees the
+same pages.  A page to which a worker writes becomes a copy that it alone has (``MAP_PRIVATE``), and
+the worker drops these copies before it frees the region.
 """
 
 from __future__ import annotations
@@ -26,13 +30,10 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable
 
+import numpy as np
 import torch
-
-from torchpmap._runtime import wire
-from torchpmap._runtime.wire import put_frame
 
 STAGED_BYTES = 1 << 18
 """Smaller blocks are copied through the socket, which is then as fast."""
@@ -48,13 +49,16 @@ _LENT_BYTES = 1 << 30
 _TRIED = 8
 """How many regions are asked whether they are free before a new one is made."""
 
-GONE, FREE, TAKEN, HELD = range(4)
+GONE, FREE, HELD, TAKEN = range(4)
 """States of a region: taken while its block is on the way, held while the worker uses it.  Only the
 controller changes one that is free, only the worker one that is taken or held.  The pages of one
 that is gone are the system's again: they read as zeros.
+
+In the file for several workers each has a state of its own, and so has the controller: it has taken
+the region until it has given it to the workers.
 """
 _HEAD = mmap.PAGESIZE
-"""Bytes before those of the block; the first number is the state."""
+"""Bytes before those of the block, which begin with the states."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -64,12 +68,15 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _FAILED = ctypes.c_void_p(-1).value
 _MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23
 _MAP_FIXED = 0x10
 _PUNCH_HOLE = 1 | 2  # and keep the size
+_COPIED = {0b010, 0b100, 0b110}
+"""Top bits of an entry of ``/proc/self/pagemap``: in memory or swapped, and no page of a file."""
 
 
 def copy(block: torch.Tensor, target: torch.Tensor) -> None:
@@ -96,18 +103,20 @@ class Region:
     Mapped through ``ctypes``, because ``mmap.mmap`` keeps a descriptor open for each mapping.
     """
 
-    def __init__(self, fd: int, offset: int, room: int) -> None:
+    def __init__(self, fd: int, offset: int, room: int, own: int = 0, num_states: int = 1) -> None:
+        """``own``: which state this process changes.  With another than the first, it is one of
+        several workers.
+        """
         self.fd = fd
         self.offset = offset
         self.room = room
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        address = _libc.mmap(None, _HEAD + room, protection, flags, fd, offset)
-        if address == _FAILED:
-            error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error))
-        self._address = address
-        self._state = ctypes.c_int64.from_address(address)
+        flags = mmap.MAP_SHARED | (0 if own else mmap.MAP_POPULATE)
+        self._address = _mapped(None, _HEAD + room, protection, flags, fd, offset)
+        self._states = (ctypes.c_int64 * num_states).from_address(self._address + 8 * own)
+        self._is_private = own > 0 and room > 0
+        if self._is_private:
+            self._drop_copies()
         self.used_at = 0.0
         self.is_apart = False
         """Whether the memory is no part of the file any more."""
@@ -116,11 +125,20 @@ class Region:
 
     @property
     def state(self) -> int:
-        return GONE if self.is_apart else self._state.value
+        return GONE if self.is_apart else max(self._states)
 
     @state.setter
     def state(self, state: int) -> None:
-        self._state.value = state
+        self._states[0] = state
+
+    @property
+    def is_common(self) -> bool:
+        """Whether several workers can hold it (controller)."""
+        return len(self._states) > 1
+
+    def change(self, rank: int, state: int) -> None:
+        """Set the state of a worker that does not hold it, or that has ended (controller)."""
+        self._states[1 + rank] = state
 
     @property
     def address(self) -> int:
@@ -158,22 +176,50 @@ class Region:
     def free(self) -> None:
         """Let the controller use it for another block."""
         self.used_at = time.monotonic()
+        if self._is_private and self._has_copies():
+            self._drop_copies()
         if not self.is_apart:
             self.state = FREE
 
+    def _has_copies(self) -> bool:
+        """Whether a page is no more that of the file."""
+        first, count = self.address // mmap.PAGESIZE, self.room // mmap.PAGESIZE
+        try:
+            with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+                entries = os.pread(pages.fileno(), 8 * count, 8 * first)
+        except OSError:  # it is not known
+            return True
+        kinds = np.unique(np.frombuffer(entries, np.uint64) >> np.uint64(61))
+        return len(entries) < 8 * count or not _COPIED.isdisjoint(kinds.tolist())
+
+    def _drop_copies(self) -> None:
+        """Show the pages of the file, of which the next write makes copies."""
+        # with the right to write, the system would copy each page at once
+        flags = mmap.MAP_PRIVATE | mmap.MAP_POPULATE | _MAP_FIXED
+        start = self.offset + _HEAD
+        _mapped(self.address, self.room, mmap.PROT_READ, flags, self.fd, start)
+        if _libc.mprotect(self.address, self.room, mmap.PROT_READ | mmap.PROT_WRITE):
+            raise OSError(ctypes.get_errno(), "the pages of a block cannot be made private")
+
     def free_memory(self) -> None:
-        """Give its pages back to the system, in all processes: it is gone."""
+        """Give its pages back to the system, in all processes: it is gone.  One of several workers
+        gives back only those with the states.
+        """
         _libc.madvise(self._address, _HEAD + self.room, _MADV_REMOVE)
 
     def __del__(self) -> None:
-        if hasattr(self, "_state"):  # else it could not be mapped
+        if hasattr(self, "_address"):  # else it could not be mapped
             _libc.munmap(self._address, _HEAD + self.room)
 
 
-def free_all(regions: Iterable[Region | None]) -> None:
-    for region in regions:
-        if region is not None:
-            region.free()
+def _mapped(
+    address: int | None, size: int, protection: int, flags: int, fd: int, offset: int
+) -> int:
+    found: int = _libc.mmap(address, size, protection, flags, fd, offset)
+    if found == _FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return found
 
 
 class Staging:
@@ -183,8 +229,10 @@ class Staging:
     """How much may be taken at a time, but for a block that is larger."""
     _is_closed = False
 
-    def __init__(self, *, is_used: bool = True) -> None:
-        self._is_used = is_used
+    def __init__(self, *, is_used: bool = True, num_workers: int = 0) -> None:
+        """``num_workers``: how many can hold a region together; 0: it goes to one worker."""
+        self._num_states = 1 + num_workers
+        self.is_used = is_used and 8 * self._num_states <= _HEAD
         self.fd = os.memfd_create("torchpmap-staging", os.MFD_CLOEXEC)
         self._lock = threading.RLock()  # the end of a tensor may come anywhere
         self._regions: defaultdict[int, deque[Region]] = defaultdict(deque)  # by their room
@@ -209,7 +257,7 @@ class Staging:
 
         ``more``: how much more than ``most`` may be taken.
         """
-        if not self._is_used:
+        if not self.is_used:
             return None
         room = _room(num_bytes)
         with self._lock:
@@ -246,7 +294,7 @@ class Staging:
         try:
             # asks for the memory now: a page that cannot be had later ends the process
             os.posix_fallocate(self.fd, self._end, size)
-            region = Region(self.fd, self._end, room)
+            region = Region(self.fd, self._end, room, num_states=self._num_states)
         except OSError:
             return None
         self._end += size
@@ -255,9 +303,17 @@ class Staging:
 
     def taken(self) -> list[Region]:
         """The regions that blocks use now."""
+        return [each for each in self._all() if each.state in (TAKEN, HELD)]
+
+    def _all(self) -> list[Region]:
         with self._lock:
-            regions = [each for alike in self._regions.values() for each in alike]
-        return [each for each in regions if each.state in (TAKEN, HELD)]
+            return [each for alike in self._regions.values() for each in alike]
+
+    def forget(self, rank: int) -> None:
+        """The worker of this rank has ended, and frees nothing any more (send lock held)."""
+        with self._lock:  # which one that is gone must not see
+            for region in self._all():
+                region.change(rank, FREE)
 
     def trim(self) -> None:
         """Free regions that have not been used for a while."""
@@ -375,9 +431,18 @@ os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 class Staged:
     """The worker's side (main thread; a region may be freed by any)."""
 
-    def __init__(self, fd: int, pin: Callable[[int, int], None], unpin: Callable[[int], None]):
-        """``pin``: makes memory (address, bytes) one that the device can read by itself."""
+    def __init__(
+        self,
+        fd: int,
+        pin: Callable[[int, int], None],
+        unpin: Callable[[int], None],
+        rank: int | None = None,
+    ):
+        """``pin``: makes memory (address, bytes) one that the device can read by itself; ``rank``:
+        of this worker among those that hold a region together.
+        """
         self._fd = fd
+        self._own = 0 if rank is None else 1 + rank
         self._pin = pin
         self._unpin = unpin
         self._regions: dict[int, Region] = {}  # by their offset
@@ -396,7 +461,7 @@ class Staged:
         try:
             region = self.region(offset, math.prod(shape) * dtype.itemsize)
         except OSError:
-            Region(self._fd, offset, 0).free()
+            Region(self._fd, offset, 0, self._own).free()
             raise
 
         def free() -> None:
@@ -415,7 +480,7 @@ class Staged:
             self._unpin(old.address)
             old.free_memory()  # looking at its state has brought a page back
             del self._regions[old.offset]
-        region = self._regions[offset] = Region(self._fd, offset, room)
+        region = self._regions[offset] = Region(self._fd, offset, room, self._own)
         self._pin(region.address, room)
         return region
 
@@ -426,19 +491,3 @@ class Staged:
     def in_forked_child(self) -> None:
         """In a forked child: the regions are the parent's."""
         self._is_forked = True
-
-
-def block_frames(
-    seq: int, handle: int, blocks: Sequence[torch.Tensor], regions: Sequence[Region | None]
-) -> list[Sequence[wire.Buffer]]:
-    """For each rank, the frame that stores its block, in two parts."""
-    frames: list[Sequence[wire.Buffer]] = []
-    packed, previous = None, None
-    for block, region in zip_longest(blocks, regions):
-        if region is not None:
-            frames.append(put_frame(seq, handle, block, region.offset))
-            continue
-        if block is not previous or packed is None:
-            packed, previous = put_frame(seq, handle, block), block
-        frames.append(packed)
-    return frames

@@ -25,13 +25,16 @@ class Values:
         device: torch.device,
         where: str,
         staged: Staged,
+        common: Staged,
         landed: Staged,
     ) -> None:
-        """``staged``: where blocks come from; ``landed``: where those that are fetched go."""
+        """``staged``: where blocks come from, and ``common``, if other workers hold them too;
+        ``landed``: where those that are fetched go.
+        """
         self._platform = platform
         self._device = device
         self._where = where
-        self._staged = staged
+        self._sources = staged, common
         self._landed = landed
         self._tensors: dict[int, torch.Tensor] = {}
 
@@ -61,7 +64,8 @@ class Values:
                 del tensors[stored]
 
     def usage(self) -> Usage:
-        return Usage(bytes_held(self._tensors.values()), self._staged.num_bytes())
+        shared = sum(source.num_bytes() for source in self._sources)
+        return Usage(bytes_held(self._tensors.values()), shared)
 
     def room(self, kind: int, seq: int, length: int, given: memoryview) -> memoryview:
         """Memory for the body of a large frame."""
@@ -70,7 +74,7 @@ class Values:
         except MemoryError:
             with suppress(wire.FrameError, struct.error):  # of a description that is not yet here
                 if kind == wire.PUT:
-                    dtype, shape, _ = wire.read_kind(given[16:])
+                    dtype, shape, _ = wire.read_kind(given[24:])
                     raise wire.no_memory(self._where, shape, dtype) from None
             raise MemoryError(f"no memory {self._where}: {length} bytes") from None
 
@@ -78,20 +82,23 @@ class Values:
         """Store what a frame PUT brings; returns its memory of the host, which the device may still
         be reading.
         """
-        handle, offset = struct.unpack_from("<2q", body)
-        tensor = wire.read_tensor(body[16:]) if offset < 0 else self._placed(offset, body[16:])
+        handle, offset, is_common = struct.unpack_from("<3q", body)
+        if offset < 0:
+            tensor = wire.read_tensor(body[24:])
+        else:
+            tensor = self._placed(self._sources[is_common], offset, body[24:])
         self._tensors[handle] = self._platform.upload(tensor, self._device)
         return tensor
 
-    def _placed(self, offset: int, described: memoryview) -> torch.Tensor:
+    def _placed(self, source: Staged, offset: int, described: memoryview) -> torch.Tensor:
         """What lies in shared memory."""
         dtype, shape, _ = wire.read_kind(described)
         try:
-            tensor = self._staged.tensor(offset, shape, dtype)
+            tensor = source.tensor(offset, shape, dtype)
         except OSError as error:
             raise wire.no_memory(self._where, shape, dtype) from error
         if not self._platform.is_asynchronous:  # else it is on the way until the device has read it
-            self._staged.hold(offset)
+            source.hold(offset)
         return tensor
 
     def fetched(self, body: memoryview) -> torch.Tensor | None:

@@ -143,8 +143,9 @@ class _Worker:
         self.is_forked = False
         self.where = f"on device {device.type}:{args.rank}"
         self.staged = Staged(fds.staging, self.platform.pin, self.platform.unpin)
-        self.landed = Staged(fds.landing, self.platform.pin, self.platform.unpin)
-        self.values = Values(self.platform, device, self.where, self.staged, self.landed)
+        self.common = Staged(fds.common, self.platform.pin, self.platform.unpin, args.rank)
+        landed = Staged(fds.landing, self.platform.pin, self.platform.unpin)
+        self.values = Values(self.platform, device, self.where, self.staged, self.common, landed)
         self.store_path = f"/proc/self/fd/{fds.store}"
         self.progress = WorkerProgress(args.rank, fds.progress, fds.bell)
         self.stacks = fds.stacks
@@ -443,6 +444,7 @@ class _Worker:
         self.is_forked = True
         self.groups.in_forked_child()
         self.staged.in_forked_child()
+        self.common.in_forked_child()
 
 
 def _imports(frame: FrameType | None) -> bool:

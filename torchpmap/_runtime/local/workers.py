@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torchpmap._base.config import Config
 from torchpmap._base.deadline import Deadline
-from torchpmap._base.devices import Device, threads_per_device
+from torchpmap._base.devices import PLATFORMS, Device, threads_per_device
 from torchpmap._base.errors import RuntimeClosed
 from torchpmap._runtime import wire
 from torchpmap._runtime.local.forkserver import explained
@@ -21,7 +21,7 @@ from torchpmap._runtime.local.monitor import Monitor
 from torchpmap._runtime.local.process import WorkerProcess
 from torchpmap._runtime.local.progress import Progress
 from torchpmap._runtime.local.repair import Repair
-from torchpmap._runtime.local.staging import Landing
+from torchpmap._runtime.local.staging import Landing, Staging
 from torchpmap._runtime.local.supervise import Event
 
 _STOP_PATIENCE_S = 1.0
@@ -55,6 +55,11 @@ class Workers:
             undo.callback(self.progress.close)
             self.landing = Landing(is_used=config.shared_memory)
             undo.callback(self.landing.close)
+            # a device that copies from pinned memory holds a block of its own
+            copies = PLATFORMS[devices[0].platform].is_asynchronous
+            is_used = config.shared_memory and not copies
+            self.common = Staging(is_used=is_used, num_workers=len(devices))
+            undo.callback(self.common.close)
             self.monitor = Monitor(devices, on_event=on_event, on_tick=on_tick, on_crash=on_crash)
             undo.callback(self.monitor.stop)
             for rank in range(len(devices)):
@@ -72,7 +77,7 @@ class Workers:
     def _new_worker(self, rank: int) -> WorkerProcess:
         device_type = self._devices[rank].platform
         threads = threads_per_device(len(self._devices))
-        shared = self._store_fd, *self.progress.inherited(), self.landing.fd
+        shared = self._store_fd, *self.progress.inherited(), self.landing.fd, self.common.fd
         return WorkerProcess(rank, device_type, threads, self._config, self.monitor.exits, shared)
 
     def name(self, rank: int) -> str:
@@ -101,6 +106,7 @@ class Workers:
                 raise RuntimeClosed("the thread that reads the workers' answers does not respond")
             with send_lock:  # no thread may send into a descriptor whose number is used again
                 worker.close()
+                self.common.forget(worker.rank)
 
     def control(self, ranks: Iterable[int], kind: int, value: int) -> None:
         """Send a message that workers obey even while they run a call; never waits."""
@@ -130,10 +136,12 @@ class Workers:
         if store >= 0:
             os.close(store)
         self.landing.close()
+        self.common.close()
 
     def in_forked_child(self) -> None:
         """In a forked child, which must not keep the parent's workers alive."""
         self.landing.in_forked_child()
+        self.common.in_forked_child()
         for worker in self.by_rank.values():
             worker.staging.in_forked_child()
             worker.close()
