@@ -155,6 +155,19 @@ def test_in_bodies_of_loops_from_outside(body, reentrant, pool):
     torch.testing.assert_close(got, torch.stack(expected))
 
 
+def test_indices_that_only_the_gradient_reads_beside_a_checkpoint(pool):
+    w = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+
+    def f(x):
+        return remat(torch.sin, x), w.topk(2, 0).values * x
+
+    x = torch.randn(2, 2, 3, dtype=torch.float64)
+    _, largest = tp.pmap(f, compile=EAGER)(x)
+    (got,) = torch.autograd.grad(largest.square().sum(), w)
+    (expected,) = torch.autograd.grad(sum(f(row)[1].square().sum() for row in x), w)
+    torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("compile", [EAGER, False], ids=["graph", "uncompiled"])
 def test_writes_in_place_under_a_jvp_around_the_call(compile):
     def f(x):

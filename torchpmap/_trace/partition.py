@@ -57,7 +57,10 @@ def split(
     cotangents = placeholders(joint.graph)[-num_cotangents:]
     results = results_of(joint.graph)
     outputs, gradients = results[:num_outputs], results[num_outputs:]
-    late = {*cotangents, *(set(backward) - _sources(outputs))}
+    own = set(backward) - _sources(outputs)
+    # what the forward graph computes together is taken apart there: a tuple cannot be stored
+    parts = {node for node in own if node.target is operator.getitem}
+    late = {*cotangents, *own} - {node for node in parts if node.all_input_nodes[0] not in own}
     for node in nodes:
         if node.op != "output" and any(source in late for source in node.all_input_nodes):
             late.add(node)
