@@ -59,7 +59,8 @@ def test_an_assert_in_a_kernel_replaces_the_worker():
 def test_an_error_of_an_operation_comes_late_and_keeps_the_workers():
     pids = worker_pids()
     value = sharded().block_until_ready()
-    y = tp.pmap(lambda x: torch.linalg.cholesky(x.reshape(1, 1)), compile=EAGER)(-1 - rows)
+    late = tp.pmap(lambda x: torch.linalg.cholesky(slow(x).reshape(1, 1)), compile=EAGER)
+    y = late(-2 - rows)
     z = total(rows)  # behind it
     with pytest.raises(torch.linalg.LinAlgError):
         y.cpu()
