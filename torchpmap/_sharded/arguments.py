@@ -126,8 +126,6 @@ _ORDERED = frozenset(
 )
 """Operations that are not elementwise, whose results are ordered in memory as their operands."""
 _OF_NUMBERS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
-
-
 _AT_A_ROW = (_aten.select.int, _aten.select_scatter.default)
 
 
@@ -163,11 +161,10 @@ def facts_of(func: Any) -> Facts:
     )
 
 
-def slots_of(func: Any, args: Sequence[Any]) -> frozenset[str]:
+def number_slots(func: Any, facts: Facts, args: Sequence[Any]) -> frozenset[str]:
     """Arguments of a call whose Python numbers are inputs, not part of the key: also which row of a
     cut dim is taken or put, so that all rows have one plan.
     """
-    facts = facts_of(func)
     if func not in _AT_A_ROW:
         return facts.slots
     layout: Any = getattr(args[0], "_layout", None)

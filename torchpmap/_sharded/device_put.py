@@ -409,8 +409,10 @@ def unreplicate(x: Tree) -> Tree:
             return leaf if inline_mode.is_replicated(leaf) else leaf[0]
         if value.is_fully_replicated:
             return leaf.cpu()
-        is_near = value.is_fully_addressable and value._alive()[0].dim == 0
-        return leaf[0].cpu() if _is_followed(leaf) or not is_near else value.addressable_data(0)[0]
+        has_rows_here = value.is_fully_addressable and value._alive()[0].dim == 0
+        if has_rows_here and not _is_followed(leaf):
+            return value.addressable_data(0)[0]  # leaf[0] would send it to all devices
+        return leaf[0].cpu()
 
     leaves, structure = flatten(x)
     return structure.unflatten([first(leaf) for leaf in leaves])

@@ -23,7 +23,7 @@ from torchpmap._base.ambient import keyed
 from torchpmap._base.torch_internals import autograd_node, in_backward, next_node_number
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Team
-from torchpmap._sharded.arguments import Unsupported, facts_of, is_by_columns, slots_of, slotted
+from torchpmap._sharded.arguments import Unsupported, facts_of, is_by_columns, number_slots, slotted
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.lower import Operation, lower_move, lower_operation
 from torchpmap._sharded.transfer import (
@@ -177,7 +177,7 @@ def operation_for(
         What torch raises for such shapes, dtypes and arguments.
     """
     facts = facts_of(func)
-    scan = _Scan(kind, slots_of(func, args))
+    scan = _Scan(kind, number_slots(func, facts, args))
     try:
         parts = tuple(map(scan.argument, facts.names, args))
         named = tuple([scan.argument(*item) for item in kwargs.items()])

@@ -59,8 +59,8 @@ def split(
     outputs, gradients = results[:num_outputs], results[num_outputs:]
     own = set(backward) - _sources(outputs)
     # what the forward graph computes together is taken apart there: a tuple cannot be stored
-    parts = {node for node in own if node.target is operator.getitem}
-    late = {*cotangents, *own} - {node for node in parts if node.all_input_nodes[0] not in own}
+    own -= {x for x in own if x.target is operator.getitem and x.all_input_nodes[0] not in own}
+    late = {*cotangents, *own}
     for node in nodes:
         if node.op != "output" and any(source in late for source in node.all_input_nodes):
             late.add(node)

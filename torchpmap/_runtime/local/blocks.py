@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
@@ -23,11 +25,11 @@ def store_blocks(
     Whatever happens, ``stored`` has what was stored, and the caller must free it.
     """
     keys = [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()) for x in blocks]
-    for block, file, key in zip(blocks, own, keys, strict=True):
-        first = keys.index(key)
-        if keys.count(key) == 1 or not common.is_used:
+    counts, places = Counter(keys), dict[Any, int]()
+    for place, (block, file, key) in enumerate(zip(blocks, own, keys, strict=True)):
+        if counts[key] == 1 or not common.is_used:
             stored.append((file, file.store(block)))
-        elif first == len(stored):
+        elif (first := places.setdefault(key, place)) == place:
             stored.append((common, common.store(block)))
         else:
             stored.append(stored[first])
