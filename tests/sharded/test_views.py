@@ -1,7 +1,9 @@
 """Covers: _sharded/views.py: views of ShardedTensors share their values, as torch's views do."""
 
 import gc
+import pkgutil
 import weakref
+from threading import Thread
 
 import pytest
 import torch
@@ -372,3 +374,35 @@ def test_gradients_are_no_views():
     x.grad.zero_()
     x.grad[:, 0] += 1
     assert x.grad.sum().item() == 12
+
+
+def fill_row_of_mask(x):
+    x.index_put_((torch.tensor([False, True, False, False]),), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("views._laid_out", lambda x: x[1].add_(1), lambda x: x[2].add_(2)),
+        ("tensor.start", lambda x: x.index_fill_(0, torch.tensor([1]), 1), lambda x: x[2].add_(2)),
+        ("tensor.store", lambda x: x.__setitem__(slice(1, 2), 1), lambda x: x[2].add_(2)),
+        ("host.send_again", fill_row_of_mask, lambda x: x[2].add_(2)),
+    ],
+)
+def test_threads_may_write_to_parts_of_one_tensor(monkeypatch, name, first, second):
+    x = on_mesh(torch.zeros(4, 3), ("i",))
+    place = f"torchpmap._sharded.{name}"
+    real = pkgutil.resolve_name(place)
+    other = Thread(target=second, args=(x,))
+
+    def held(*given):
+        monkeypatch.undo()
+        result = real(*given)
+        other.start()
+        other.join(0.2)  # waits for the first write, which has read the old value
+        return result
+
+    monkeypatch.setattr(place, held)
+    first(x)
+    other.join()
+    assert x.tolist() == [[0] * 3, [1] * 3, [2] * 3, [0] * 3]

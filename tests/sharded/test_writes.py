@@ -254,6 +254,17 @@ def test_a_write_to_places_that_do_not_exist_leaves_the_value():
     assert any("aten.index_add_.default" in note for note in raised.value.__notes__)
 
 
+@pytest.mark.parametrize("place", [torch.tensor(2.0), torch.tensor([1.0]), torch.tensor([1j])])
+def test_a_write_to_places_that_are_no_integers_leaves_the_value(place):
+    host, x = numbers(4, 4), cut(numbers(4, 4))
+    for index in (place, (slice(None), place), tp.replicate(place)):
+        with pytest.raises(IndexError) as raised:
+            x[index] = 7
+        with pytest.raises(IndexError, match=re.escape(str(raised.value))):
+            host[place] = 7
+    assert torch.equal(x.cpu(), host)
+
+
 OVERLAPPING = """
     x.add_(x.T); x.copy_(x.T); x.T.copy_(x); x.lerp_(x.T, 0.5); x.__setitem__(ALL, x.T)
     torch.add(x, 1, out=x.T); torch.cumsum(x.T, 0, out=x); x.index_copy_(0, i, x[1:3])

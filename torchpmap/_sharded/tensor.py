@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -72,6 +73,7 @@ from torchpmap._sharded.transfer import (
 )
 from torchpmap._sharded.views import (
     check_writable,
+    in_turn,
     is_row,
     is_taken_as_grad,
     link_alias,
@@ -81,6 +83,7 @@ from torchpmap._sharded.views import (
     write,
 )
 
+_FREE = nullcontext()
 _aten = torch.ops.aten
 _SHARING = frozenset({_aten.detach.default, _aten.alias.default, _aten.clone.default})
 """Operations whose result is the same immutable value: nothing moves."""
@@ -301,7 +304,7 @@ class ShardedTensor(Remote):
         return host_copy(self).flat
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        layout, handle = self._alive()
+        layout, _ = self._alive()
         if num_modes():
             super().__setitem__(index, value)
             return
@@ -313,14 +316,15 @@ class ShardedTensor(Remote):
         ):
             super().__setitem__(index, value)
             return
-        check_writable(self)
-        host = gather(layout, handle)
-        note_gather(_aten.index_put_.default, host.nbytes)
-        host[index] = value
-        if self.is_inference() and not _is_inference():
-            self.copy_(host)  # torch's error
-        torch.autograd.graph.increment_version(self)
-        write(self, store(layout, host))  # copy_ would hold the value thrice
+        with in_turn:
+            check_writable(self)
+            host = gather(*self._alive())
+            note_gather(_aten.index_put_.default, host.nbytes)
+            host[index] = value
+            if self.is_inference() and not _is_inference():
+                self.copy_(host)  # torch's error
+            torch.autograd.graph.increment_version(self)
+            write(self, store(layout, host))  # copy_ would hold the value thrice
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         if self.dim() == 0:
@@ -396,17 +400,18 @@ class ShardedTensor(Remote):
                 return func(*args, **kwargs)
         written = written_values(func, args, kwargs) if facts.writes else ()
         targets = [target for target in written if type(target) is ShardedTensor]
-        for target in targets:
-            check_writable(target)
-        if len(targets) < 2 or not share_values(targets, occurrences(cls, args, kwargs)):
-            found = operation_for(cls, func, args, kwargs)
-            if found is not None:
-                return _on_devices(*found, func, args, kwargs)
-            if func in INDEXING and type(args[0]) is cls:
-                other = without_masks(func, args, args[0]._alive()[0])
-                if other is not None:
-                    return other[0](*other[1])
-        return run_on_host(cls, func, args, kwargs, targets)
+        with in_turn if targets else _FREE:
+            for target in targets:
+                check_writable(target)
+            if len(targets) < 2 or not share_values(targets, occurrences(cls, args, kwargs)):
+                found = operation_for(cls, func, args, kwargs)
+                if found is not None:
+                    return _on_devices(*found, func, args, kwargs)
+                if func in INDEXING and type(args[0]) is cls:
+                    other = without_masks(func, args, args[0]._alive()[0])
+                    if other is not None:
+                        return other[0](*other[1])
+            return run_on_host(cls, func, args, kwargs, targets)
 
 
 _data: Any = torch.Tensor.data

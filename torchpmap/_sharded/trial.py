@@ -101,8 +101,8 @@ class Trial:
             call(self.func, filled(self.arguments, ones))
 
     def check_places(self, operands: Sequence[Any]) -> None:
-        """Raise ``IndexError`` for places on the host that are not in what is written: the error of
-        a device would come late, and leave no value.
+        """Raise ``IndexError`` for places that are no integers, and for those on the host that are
+        not in what is written: the error of a device would come late, and leave no value.
         """
         given = self.arguments.get("index", self.arguments.get("indices"))
         if given is None or self.arguments.get("self") != Slot(self.written[0]):
@@ -112,9 +112,13 @@ class Trial:
         if name_of(self.func) == "put_":
             shape = (math.prod(shape),)
         for k, slot in enumerate(given) if isinstance(given, list) else [(dim, given)]:
-            if slot is None or isinstance(operands[slot.position], Remote):
+            if slot is None:
                 continue
             places, size = operands[slot.position], shape[k]
+            if places.is_floating_point() or places.is_complex():
+                raise IndexError("tensors used as indices must be long, int, byte or bool tensors")
+            if isinstance(places, Remote):
+                continue
             least = -size if name_of(self.func) in _FROM_END else 0
             with outside_modes():
                 wrong = places[(places < least) | (places >= size)].tolist()

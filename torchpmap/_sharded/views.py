@@ -14,6 +14,7 @@ must not keep the autograd graph alive that it was detached from.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,11 @@ from torchpmap._sharded.transfer import store
 from torchpmap._sharded.unforeseen import name_of
 
 _aten = torch.ops.aten
+
+in_turn = threading.RLock()
+"""Held while tensors are linked and while one is written to.  A write makes the new value of the
+parent from the old one: two threads that write to different parts would lose a part.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,14 +56,14 @@ class _View:
 
 def link_view(results: Sequence[Any], parent: Any, func: Any, args: Sequence[Any]) -> None:
     """Note that ``results`` are views of ``parent``."""
-    children = [child for child in getattr(parent, "_views", ()) if child() is not None]
     for number, result in enumerate(results):
         if func is _aten.unbind.int:  # one at a time: all of a cut dim would be gathered
             result._view = _View(parent, _aten.select.int, (args[0] if args else 0, number), 0)
         else:
             result._view = _View(parent, func, tuple(args), number)
-        children.append(weakref.ref(result))
-    parent._views = children
+    with in_turn:
+        children = [child for child in getattr(parent, "_views", ()) if child() is not None]
+        parent._views = [*children, *map(weakref.ref, results)]
 
 
 def is_row(value: Any, parent: Any, index: int) -> bool:
@@ -92,12 +98,12 @@ def link_alias(twin: Any, original: Any) -> None:
         link_alias(parent, view.parent)
         twin._view = replace(view, parent=parent)
         parent._views = [weakref.ref(twin)]
-    aliases = getattr(original, "_aliases", None)
-    if aliases is None:
-        aliases = original._aliases = [weakref.ref(original)]
-    aliases[:] = [alias for alias in aliases if alias() is not None]
-    aliases.append(weakref.ref(twin))
-    twin._aliases = aliases
+    with in_turn:
+        aliases = getattr(original, "_aliases", None)
+        if aliases is None:
+            aliases = original._aliases = [weakref.ref(original)]
+        aliases[:] = [*(each for each in aliases if each() is not None), weakref.ref(twin)]
+        twin._aliases = aliases
 
 
 def unlink(tensor: Any, old: Any) -> None:
@@ -223,7 +229,7 @@ def _check_back(view: _View, tensor: Any) -> None:
 
 def write(target: Any, handle: Handle) -> None:
     """Give ``target`` a new value, and with it every tensor linked to it."""
-    with torch.no_grad():
+    with in_turn, torch.no_grad():
         _spread(target, handle, set())
 
 
