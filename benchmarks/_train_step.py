@@ -219,14 +219,13 @@ def fully_sharded_data_parallel(name: str) -> Steps:
         dist.init_process_group("gloo")
     mesh = dist.init_device_mesh("cpu", (RANKS,))
     objective, batches = make(name)
-    parts = objective.model.blocks if isinstance(objective.model, GPT) else objective.model
-    for part in parts:
+    model = objective.model
+    for part in model.blocks if isinstance(model, GPT) else model.children():
         if next(part.parameters(), None) is not None:
             fully_shard(part, mesh=mesh)
     fully_shard(objective, mesh=mesh)
-    model = torch.compile(objective)
     optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-3, fused=True)
-    return torch_steps(model, optimizer, batches)
+    return torch_steps(torch.compile(objective), optimizer, batches)
 
 
 CONTENDERS = {
