@@ -380,29 +380,49 @@ def fill_row_of_mask(x):
     x.index_put_((torch.tensor([False, True, False, False]),), torch.ones(3))
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "second"),
-    [
-        ("views._laid_out", lambda x: x[1].add_(1), lambda x: x[2].add_(2)),
-        ("tensor.start", lambda x: x.index_fill_(0, torch.tensor([1]), 1), lambda x: x[2].add_(2)),
-        ("tensor.store", lambda x: x.__setitem__(slice(1, 2), 1), lambda x: x[2].add_(2)),
-        ("host.send_again", fill_row_of_mask, lambda x: x[2].add_(2)),
-    ],
-)
-def test_threads_may_write_to_parts_of_one_tensor(monkeypatch, name, first, second):
-    x = on_mesh(torch.zeros(4, 3), ("i",))
+def while_another_thread(write, x, monkeypatch, name, act):
+    """``act(x)``, in which another thread writes when ``name`` has done its part."""
     place = f"torchpmap._sharded.{name}"
     real = pkgutil.resolve_name(place)
-    other = Thread(target=second, args=(x,))
+    other = Thread(target=write, args=(x,))
 
-    def held(*given):
+    def held(*given, **options):
         monkeypatch.undo()
-        result = real(*given)
+        result = real(*given, **options)
         other.start()
-        other.join(0.2)  # waits for the first write, which has read the old value
+        other.join(0.2)  # waits for ``act``, which has read the old value
         return result
 
     monkeypatch.setattr(place, held)
-    first(x)
+    result = act(x)
     other.join()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("views._laid_out", lambda x: x[1].add_(1)),
+        ("tensor.start", lambda x: x.index_fill_(0, torch.tensor([1]), 1)),
+        ("tensor.store", lambda x: x.__setitem__(slice(1, 2), 1)),
+        ("host.send_again", fill_row_of_mask),
+    ],
+)
+def test_threads_may_write_to_parts_of_one_tensor(monkeypatch, name, write):
+    x = on_mesh(torch.zeros(4, 3), ("i",))
+    while_another_thread(lambda x: x[2].add_(2), x, monkeypatch, name, write)
     assert x.tolist() == [[0] * 3, [1] * 3, [2] * 3, [0] * 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "view"),
+    [
+        ("tensor.start", lambda x: x[2]),
+        ("tensor.make_sharded", lambda x: x.detach()[2]),
+        ("tensor.start", lambda x: x.T[:, 2]),
+    ],
+)
+def test_a_view_sees_what_another_thread_writes_while_it_is_taken(monkeypatch, name, view):
+    x = on_mesh(torch.zeros(4, 3), ("i",))
+    y = while_another_thread(lambda x: x.add_(2), x, monkeypatch, name, view)
+    assert y.tolist() == [2, 2, 2]

@@ -79,6 +79,7 @@ from torchpmap._sharded.views import (
     link_alias,
     link_view,
     share_values,
+    twin_of,
     unlink,
     write,
 )
@@ -248,15 +249,16 @@ class ShardedTensor(Remote):
                 f"{type(value).__name__}. Put it on the devices first (torchpmap.device_put, "
                 "torchpmap.replicate), or write the numbers: x.copy_(value)."
             )
-        layout, handle = value._alive()
+        value._alive()
         if value is self:
             return
-        old = None if self._layout is None else self._twin()
-        _data.__set__(self, value)  # shape and dtype, and what torch checks
-        if old is not None:
-            unlink(self, old)
-        self._layout, self._handle = layout, handle
-        link_alias(self, value)
+        with in_turn:
+            old = None if self._layout is None else self._twin()
+            _data.__set__(self, value)  # shape and dtype, and what torch checks
+            if old is not None:
+                unlink(self, old)
+            self._layout, self._handle = value._alive()
+            link_alias(self, value)
 
     # -- to the host -------------------------------------------------------------------------------
 
@@ -342,8 +344,7 @@ class ShardedTensor(Remote):
         return host.__reduce_ex__(protocol)
 
     def __copy__(self) -> ShardedTensor:
-        twin = self._twin()
-        link_alias(twin, self)
+        twin = twin_of(self)
         twin.__dict__.update(self.__dict__)
         twin.requires_grad_(self.requires_grad)
         return twin
@@ -400,7 +401,7 @@ class ShardedTensor(Remote):
                 return func(*args, **kwargs)
         written = written_values(func, args, kwargs) if facts.writes else ()
         targets = [target for target in written if type(target) is ShardedTensor]
-        with in_turn if targets else _FREE:
+        with in_turn if targets or func.is_view else _FREE:
             for target in targets:
                 check_writable(target)
             if len(targets) < 2 or not share_values(targets, occurrences(cls, args, kwargs)):
@@ -461,9 +462,7 @@ def make_all(layouts: Sequence[Layout], handles: Sequence[Handle]) -> list[Shard
 def _shared(func: Any, source: ShardedTensor, memory_format: Any) -> ShardedTensor:
     """``detach``, ``alias`` and ``clone``."""
     if func is not _aten.clone.default and not is_taken_as_grad():
-        twin = source._twin()
-        link_alias(twin, source)
-        return twin
+        return twin_of(source)
     return make_sharded(*source._alive(), strides=strides_of_copy(source, memory_format))
 
 

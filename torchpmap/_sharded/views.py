@@ -33,8 +33,8 @@ from torchpmap._sharded.unforeseen import name_of
 _aten = torch.ops.aten
 
 in_turn = threading.RLock()
-"""Held while tensors are linked and while one is written to.  A write makes the new value of the
-parent from the old one: two threads that write to different parts would lose a part.
+"""Held while a tensor gets its value and its links, and while one is written to: what another
+thread writes meanwhile would be lost, or not seen by a view.
 """
 
 
@@ -61,9 +61,8 @@ def link_view(results: Sequence[Any], parent: Any, func: Any, args: Sequence[Any
             result._view = _View(parent, _aten.select.int, (args[0] if args else 0, number), 0)
         else:
             result._view = _View(parent, func, tuple(args), number)
-    with in_turn:
-        children = [child for child in getattr(parent, "_views", ()) if child() is not None]
-        parent._views = [*children, *map(weakref.ref, results)]
+    children = [child for child in getattr(parent, "_views", ()) if child() is not None]
+    parent._views = [*children, *map(weakref.ref, results)]
 
 
 def is_row(value: Any, parent: Any, index: int) -> bool:
@@ -86,6 +85,14 @@ def is_taken_as_grad() -> bool:
     return node is not None and node.name().endswith("AccumulateGrad")
 
 
+def twin_of(tensor: Any) -> Any:
+    """A tensor that shares its value, now and after every write."""
+    with in_turn:
+        twin = tensor._twin()
+        link_alias(twin, tensor)
+    return twin
+
+
 def link_alias(twin: Any, original: Any) -> None:
     """Note that two tensors share one value, now and after every write.
 
@@ -94,16 +101,14 @@ def link_alias(twin: Any, original: Any) -> None:
     """
     view = getattr(original, "_view", None)
     if view is not None and view.parent._layout is not None:
-        parent = view.parent._twin()
-        link_alias(parent, view.parent)
+        parent = twin_of(view.parent)
         twin._view = replace(view, parent=parent)
         parent._views = [weakref.ref(twin)]
-    with in_turn:
-        aliases = getattr(original, "_aliases", None)
-        if aliases is None:
-            aliases = original._aliases = [weakref.ref(original)]
-        aliases[:] = [*(each for each in aliases if each() is not None), weakref.ref(twin)]
-        twin._aliases = aliases
+    aliases = getattr(original, "_aliases", None)
+    if aliases is None:
+        aliases = original._aliases = [weakref.ref(original)]
+    aliases[:] = [*(each for each in aliases if each() is not None), weakref.ref(twin)]
+    twin._aliases = aliases
 
 
 def unlink(tensor: Any, old: Any) -> None:
