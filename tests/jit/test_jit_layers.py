@@ -165,6 +165,9 @@ FLATTENED = {
         4, 6, 6
     ),
     "attention": lambda x: attention_by_plain_operations(x.view(4, 6, 2, 3)),
+    "along the other dims": lambda x: (
+        (x.view(24, 6).softmax(1) @ W).unsqueeze(1).cumsum(2).view(4, 6, 6)
+    ),
     "a result": lambda x: x.view(24, 6),
     "a result of a product": lambda x: x.view(24, 6) @ W,
     "a loop": lambda x: tp.scan(lambda c, _: (c @ W / 4, c), x.view(24, 6), None, length=2)[0],
@@ -193,6 +196,7 @@ FLATTENED = {
     ],
 }
 STAYS = {"products", "with a bias", "second", "the rest too", "matrices", "attention"}
+STAYS |= {"along the other dims"}
 
 
 @pytest.mark.parametrize("spec", [P(None, "x"), P("y", "x"), P("x", None, "y")])

@@ -24,7 +24,7 @@ from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import tree_flatten
 from torchpmap._base.torch_internals import OpOverload
 from torchpmap._layout.grid import Cut, block_shape, padded, trimmed
-from torchpmap._sharded.arguments import Unsupported, facts_of, is_by_columns, plain, slotted
+from torchpmap._sharded.arguments import Unsupported, is_by_columns, plain
 from torchpmap._sharded.choice import chosen
 from torchpmap._sharded.joined import (
     VIEWS,
@@ -34,7 +34,7 @@ from torchpmap._sharded.joined import (
     in_order,
     is_taken_apart,
     joined_by,
-    keeps_rows,
+    slots_of,
 )
 from torchpmap._sharded.layers import INSTEAD
 from torchpmap._sharded.on_blocks import OnBlocks, described
@@ -265,9 +265,8 @@ class Spread:
         return self._values_of(node, blocks, [()] * len(blocks))
 
     def _operation(self, node: Node, func: Any) -> Any:
-        named = dict(zip(facts_of(func).names, node.args, strict=False)) | dict(node.kwargs)
-        kept = {name: named[name] for name in ("memory_format",) if name in named}
-        slots, sources = slotted(named, lambda _, value: isinstance(value, Node))
+        slots, sources = slots_of(node)
+        kept = {name: slots[name] for name in ("memory_format",) if name in slots}
         func, arguments = plain(func, slots)
         arguments |= kept  # a view may rely on it
         if name_of(func) in OF_SHAPES:  # parts of a sum may have another dtype
@@ -320,34 +319,26 @@ class Spread:
 
     def _viewed(self, node: Node, value: Value) -> Value | None:
         """A view that joins rows as each device has them, or takes such rows apart; else None."""
-        shape, rows = tuple(node.meta["val"].shape), value.joined
-        if rows is not None:
+        shape, before = tuple(node.meta["val"].shape), value.joined
+        rows = None if before else joined_by(node, value.shape, value.cut)
+        if before and is_taken_apart(node, before):
             rest = value.cut[1:]
-            if is_taken_apart(node, rows):
-                is_same = shape[len(rows.shape) :] == value.shape[1:]
-                cut, rows = (*rows.cut, *rest), None
-            else:
-                is_same, cut = shape == value.shape, value.cut
-                if not keeps_rows(node, rows):
-                    return None
-            if not is_same and any(rest):
+            if shape[len(before.shape) :] != value.shape[1:] and any(rest):
                 return None
-        else:
-            rows = joined_by(node, value.shape, value.cut)
-            if rows is None or not comes_apart(node, rows, self._rows_of):
-                return None
+            cut = (*before.cut, *rest)
+        elif rows and comes_apart(node, rows, self._values):
             cut = (rows.over, *value.cut[len(rows.shape) :])  # of the rest, if it is the same
+        else:
+            return None
         own = block_shape(shape, cut, self.emitter.grid.sizes)
         block = self.emitter.call(_aten.reshape.default, value.block, own)
         return replace(value, block=block, shape=shape, cut=trimmed(cut), joined=rows)
 
-    def _rows_of(self, node: Node, unwritten: Joined | None = None) -> Joined | None:
-        return getattr(self._values[node], "joined", None) if node in self._values else unwritten
-
     def _bring_back(self, nodes: Iterable[Node]) -> None:
         """Put the rows of values into their order."""
         for node in nodes:
-            value, rows = self._values[node], self._rows_of(node)
+            value = self._values[node]
+            rows: Joined | None = getattr(value, "joined", None)
             if rows is not None:
                 sizes, cut = rows.apart(value.shape, value.cut)
                 parts = self.emitter.grid.parts(rows.over)

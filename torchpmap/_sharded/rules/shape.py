@@ -13,20 +13,15 @@ def _same_dims(operand: Any, *results: Labels, **options: Any) -> Signature:
     return Signature({operand.position: numbered(operand.ndim, set())}, results, **options)
 
 
-def order_of(arguments: dict[str, Any], ndim: int) -> list[int]:
-    """The dim of the operand that each dim of the result is, of ``permute`` and ``transpose``."""
+def _permuted(call: Call) -> Signature:
+    x, arguments = call.arguments["self"], call.arguments
     if "dims" in arguments:
-        return [dim % ndim for dim in arguments["dims"]]
-    order = list(range(ndim))
+        return _same_dims(x, tuple(dim % x.ndim for dim in arguments["dims"]))
+    order = list(range(x.ndim))
     if order:
         first, second = arguments.get("dim0", 0), arguments.get("dim1", -1)
         order[first], order[second] = order[second], order[first]
-    return order
-
-
-def _permuted(call: Call) -> Signature:
-    x = call.arguments["self"]
-    return _same_dims(x, tuple(order_of(call.arguments, x.ndim)))
+    return _same_dims(x, tuple(order))
 
 
 def _reshaped(call: Call) -> Signature:
