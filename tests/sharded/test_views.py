@@ -34,7 +34,7 @@ BLOCKWISE = """
 """
 ACROSS = """
     x[1:3]; x[::2]; x.select(0, 2); x.unbind()[3]; x.transpose(0, 1)[0].view(torch.int32)
-    x.diagonal(0, 0, 1); x.as_strided((3, 2), (6, 1), 1)
+    x.split(2)[1]; x.split([1, 3])[1]; x.diagonal(0, 0, 1); x.as_strided((3, 2), (6, 1), 1)
 """
 every_view = each("view", "x", BLOCKWISE + ACROSS)
 

@@ -46,21 +46,25 @@ class _View:
     func: Any
     args: tuple[Any, ...]
     """The arguments after the parent."""
-    number: int
-    """Which of the results it is."""
 
     def take(self, parent: torch.Tensor) -> Any:
-        result = self.func(parent, *self.args)
-        return result if isinstance(result, torch.Tensor) else result[self.number]
+        return self.func(parent, *self.args)
 
 
 def link_view(results: Sequence[Any], parent: Any, func: Any, args: Sequence[Any]) -> None:
-    """Note that ``results`` are views of ``parent``."""
+    """Note that ``results`` are views of ``parent``, each by an operation with one result: of a cut
+    dim, one with several gathers all.
+    """
+    end = 0
     for number, result in enumerate(results):
-        if func is _aten.unbind.int:  # one at a time: all of a cut dim would be gathered
-            result._view = _View(parent, _aten.select.int, (args[0] if args else 0, number), 0)
-        else:
-            result._view = _View(parent, func, tuple(args), number)
+        view = func, tuple(args)
+        if func is _aten.unbind.int:
+            view = _aten.select.int, (args[0] if args else 0, number)
+        elif func in (_aten.split.Tensor, _aten.split_with_sizes.default):
+            dim = args[1] if len(args) > 1 else 0
+            start, end = end, end + result.shape[dim]
+            view = _aten.slice.Tensor, (dim, start, end)
+        result._view = _View(parent, *view)
     children = [child for child in getattr(parent, "_views", ()) if child() is not None]
     parent._views = [*children, *map(weakref.ref, results)]
 
@@ -270,10 +274,6 @@ Back = Callable[[_View, torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes the view, the old whole and the new part; gives the new whole."""
 
 
-def _argument(view: _View, position: int, default: Any) -> Any:
-    return view.args[position] if position < len(view.args) else default
-
-
 def _scatter(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     scatter = getattr(_aten, f"{name_of(view.func)}_scatter").default
     result: torch.Tensor = scatter(whole, part, *view.args)
@@ -283,12 +283,6 @@ def _scatter(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tens
 def _permute(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     order = [dim % whole.ndim for dim in view.args[0]]
     return part.permute([order.index(dim) for dim in range(whole.ndim)])
-
-
-def _split(view: _View, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    sizes, dim = view.args[0], _argument(view, 1, 0)
-    start = view.number * sizes if isinstance(sizes, int) else sum(sizes[: view.number])
-    return torch.slice_scatter(whole, part, dim, start, start + part.shape[dim])
 
 
 _RESHAPED = (
@@ -302,8 +296,6 @@ _BACK: dict[Any, Back] = {
     **dict.fromkeys(_OWN_INVERSE, lambda view, whole, part: view.func(part, *view.args)),
     **dict.fromkeys(_PARTS, _scatter),
     _aten.permute.default: _permute,
-    _aten.split.Tensor: _split,
-    _aten.split_with_sizes.default: _split,
     _aten.view.dtype: lambda view, whole, part: part.view(whole.dtype),
     _aten.view_as_complex.default: lambda view, whole, part: torch.view_as_real(part),
     _aten.view_as_real.default: lambda view, whole, part: torch.view_as_complex(part),
