@@ -18,7 +18,7 @@ from torchpmap._runtime.base import Handle
 from torchpmap._runtime.wire import bytes_of
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.strides import whole_memory
-from torchpmap._sharded.views import aliases_of
+from torchpmap._sharded.views import aliases_of, view_of
 
 _OTHER_BYTES = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
 """Views that are not read as the memory of their parent is."""
@@ -37,9 +37,7 @@ class HostCopy:
 def host_copy(tensor: Any) -> HostCopy:
     """The copy that holds a tensor, made when it is first asked for."""
     root = tensor
-    while (view := getattr(root, "_view", None)) and view.func not in _OTHER_BYTES:
-        if view.parent._layout is None:
-            break
+    while (view := view_of(root)) and view.func not in _OTHER_BYTES:
         root = view.parent
     _, handle = root._alive()
     for alias in aliases_of(root):

@@ -20,7 +20,7 @@ from torchpmap._base.torch_internals import below_dispatch, new_wrapper
 from torchpmap._sharded.arguments import CHANNELS_LAST
 from torchpmap._sharded.memory import CPU, STRIDED
 from torchpmap._sharded.unforeseen import name_of
-from torchpmap._sharded.views import is_linked, linked
+from torchpmap._sharded.views import is_linked, linked, view_of
 
 _aten = torch.ops.aten
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -158,8 +158,8 @@ def in_whole_memory(
 
 def whole_memory(tensor: Any) -> Any:
     """A contiguous tensor of all elements of the memory that ``tensor`` lies in."""
-    view = getattr(tensor, "_view", None)
-    if view is not None and view.parent._layout is not None:
+    view = view_of(tensor)
+    if view is not None:
         whole = whole_memory(view.parent)
         read = _READINGS.get(view.func)
         return whole if read is None else read(whole, *view.args)

@@ -69,9 +69,15 @@ def link_view(results: Sequence[Any], parent: Any, func: Any, args: Sequence[Any
     parent._views = [*children, *map(weakref.ref, results)]
 
 
+def view_of(tensor: Any) -> _View | None:
+    """How a tensor was taken from another, if that is there."""
+    view: _View | None = getattr(tensor, "_view", None)
+    return view if view is not None and view.parent._layout is not None else None
+
+
 def is_row(value: Any, parent: Any, index: int) -> bool:
     """Whether a value is ``parent[index]``."""
-    view: _View | None = getattr(value, "_view", None)
+    view = view_of(value)
     if view is None or view.parent is not parent:
         return False
     return view.func is _aten.select.int and view.args == (0, index)
@@ -103,8 +109,8 @@ def link_alias(twin: Any, original: Any) -> None:
     A twin of a view is a view of the parent's twin, because the parent itself may hold an autograd
     graph.
     """
-    view = getattr(original, "_view", None)
-    if view is not None and view.parent._layout is not None:
+    view = view_of(original)
+    if view is not None:
         parent = twin_of(view.parent)
         twin._view = replace(view, parent=parent)
         parent._views = [weakref.ref(twin)]
@@ -147,21 +153,15 @@ def _views(tensor: Any) -> Iterator[Any]:
             yield view
 
 
-def _neighbours(tensor: Any) -> Iterator[Any]:
-    """The views and the parent of a tensor."""
-    yield from _views(tensor)
-    view = getattr(tensor, "_view", None)
-    if view is not None and view.parent._layout is not None:
-        yield view.parent
-
-
 def linked(tensor: Any) -> list[Any]:
     """All tensors that a write to ``tensor`` changes, itself first."""
     found = {id(tensor): tensor}
     waiting = [tensor]
     while waiting:
         here = waiting.pop()
-        for other in (*aliases_of(here), *_neighbours(here)):
+        view = view_of(here)
+        parents = () if view is None else (view.parent,)
+        for other in (*aliases_of(here), *_views(here), *parents):
             if id(other) not in found:
                 found[id(other)] = other
                 waiting.append(other)
@@ -196,8 +196,8 @@ def host_copies(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _host_copy(tensor: Any, wholes: dict[int, torch.Tensor]) -> Any:
-    view = getattr(tensor, "_view", None)
-    if view is not None and view.parent._layout is not None:
+    view = view_of(tensor)
+    if view is not None:
         return view.take(_host_copy(view.parent, wholes))
     key = id(getattr(tensor, "_aliases", tensor))
     if key not in wholes:
@@ -214,12 +214,11 @@ def check_writable(target: Any) -> None:
     waiting = [target]
     while waiting:
         for tensor in aliases_of(waiting.pop()):
-            view = getattr(tensor, "_view", None)
-            if view is None or view.parent._layout is None or id(view.parent) in found:
-                continue
-            found.add(id(view.parent))
-            waiting.append(view.parent)
-            _check_back(view, tensor)
+            view = view_of(tensor)
+            if view is not None and id(view.parent) not in found:
+                found.add(id(view.parent))
+                waiting.append(view.parent)
+                _check_back(view, tensor)
 
 
 def _check_back(view: _View, tensor: Any) -> None:
@@ -252,8 +251,8 @@ def _spread(tensor: Any, value: Handle, done: set[int]) -> None:
             if id(view) not in done:
                 taken = view._view.take(alias._made(alias._layout, value))
                 _spread(view, _laid_out(view._layout, taken), done)
-        own = getattr(alias, "_view", None)
-        if own is not None and own.parent._layout is not None and id(own.parent) not in done:
+        own = view_of(alias)
+        if own is not None and id(own.parent) not in done:
             parent = own.parent
             whole = parent._made(parent._layout, parent._handle)
             back = _BACK[own.func](own, whole, alias._made(alias._layout, value))
