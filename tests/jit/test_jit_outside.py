@@ -105,6 +105,20 @@ class Doubled(torch.autograd.Function):
 
 
 @cases.add(num_traces=1)
+def a_result_that_backward_went_through(on):
+    w = on.put(data()).requires_grad_()
+
+    @on.jit
+    def step():
+        w.grad = None
+        y = Doubled.apply(w)
+        y.square().mean().backward()
+        return y
+
+    return [step().detach(), w.grad]
+
+
+@cases.add(num_traces=1)
 def what_the_function_uses(on):
     model = on.model(nn.Linear(8, 8))
 

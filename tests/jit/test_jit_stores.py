@@ -216,6 +216,25 @@ def a_hidden_state(on):
 
 
 @CASES.add(2)
+def a_hidden_state_of_a_recurrent_layer(on):
+    """torch's layer stores lists of its parameters in the first call after these are replaced."""
+    layer = on.model(nn.GRU(8, 4))[0]
+
+    class State:
+        hidden = None
+
+    state = State()
+
+    @on.jit
+    def step(x):
+        y, hidden = layer(x, state.hidden)
+        state.hidden = hidden.detach()
+        return y.sum()
+
+    return [step(on.put(data(k)[:, None])) for k in range(3)]
+
+
+@CASES.add(2)
 def objects_in_a_list(on):
     layers = [Slotted(), SimpleNamespace()]
     for each in layers:

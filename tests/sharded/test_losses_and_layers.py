@@ -161,6 +161,20 @@ def test_attention_with_a_mask_stays_on_the_devices(shape, dtype, put):
     check_attention({"attn_mask": put(mask)}, {"attn_mask": mask})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:TransformerEncoderLayer is on the devices")
+def test_an_encoder_evaluates_padded_rows():
+    """In torch it makes nested tensors of them, unless they need gradients."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    x, lengths = draw(8, 5, 8), torch.tensor([5, 3, 4, 5, 1, 2, 5, 3])
+    padded = torch.arange(5) >= lengths[:, None]
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padded)
+        result = tp.replicate(encoder)(cut(x), src_key_padding_mask=cut(padded))
+    close(result.cpu()[~padded], expected[~padded])
+
+
 DRAWS = functions(
     "x",
     """

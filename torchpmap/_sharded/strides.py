@@ -235,6 +235,8 @@ QUESTIONS: dict[Any, Callable[..., Any]] = {
     ),
     _aten._new_zeros_with_same_feature_meta.default: _zeros_in_place_of,
     _aten.is_same_size.default: lambda tensor, other: tensor.shape == other.shape,
+    # no device holds nested tensors: ``nn.TransformerEncoder`` makes them only after a yes
+    _aten._nested_tensor_from_mask_left_aligned.default: lambda tensor, mask: False,
 }
 """Operations that need no values."""
 

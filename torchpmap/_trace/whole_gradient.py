@@ -45,7 +45,8 @@ def _refusal(node: Any) -> str:
     """Why ``backward()`` could not use what a node has saved; empty if it could."""
     try:
         for name in dir(node):
-            if name.startswith("_saved_"):
+            # a checkpoint allows one look at what a torch.autograd.Function has saved: not here
+            if name.startswith("_saved_") or name == "_raw_saved_tensors":
                 getattr(node, name)
     except RuntimeError as error:
         return str(error)

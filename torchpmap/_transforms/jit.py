@@ -237,6 +237,9 @@ class Jitted(Made, Generic[_P, _R]):
         surroundings = Surroundings([self._environment, *own])
         with surroundings.tracing():
             reached = surroundings.objects()
+            for each in reached:
+                if isinstance(each, torch.nn.RNNBase):
+                    each._update_flat_weights()  # else its first call does, and stores lists
             snapshot = Snapshot(reached, _BY_NAME)
             try:
                 optimizers = [x for x in reached if isinstance(x, Optimizer)]
