@@ -163,6 +163,16 @@ def parameters_as_an_argument(on):
 
 
 @cases.add()
+def a_tangent_that_begins_elsewhere_in_its_memory(on):
+    """Torch keeps what the first trace of an operation finds out."""
+
+    def f(x):
+        return jvp(lambda y: (y[None] * 2).sum(0), (x[1],), (x[2],))[1]
+
+    return [on.jit(f)(on.put(data())) for _ in range(2)]
+
+
+@cases.add()
 def a_tensor_that_requires_grad(on):
     w, x = on.put(data()).requires_grad_(), on.put(data(1))
     g = on.jit(lambda w, x: (w.sin() * x).sum())

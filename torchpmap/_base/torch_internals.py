@@ -316,6 +316,9 @@ FakeTensor = fake_tensor.FakeTensor
 
 FakeTensorMode = fake_tensor.FakeTensorMode
 
+without_fake_cache = fake_tensor.disable_fake_tensor_cache
+"""A block in which a ``FakeTensorMode`` does not look up what operations have given before."""
+
 
 def new_fake(
     mode: Any,

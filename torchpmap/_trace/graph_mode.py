@@ -36,6 +36,7 @@ from torchpmap._base.torch_internals import (
     new_fake,
     node_of,
     track,
+    without_fake_cache,
 )
 from torchpmap._base.torch_versions import fx_tracing
 from torchpmap._collectives.backend import NAMESPACES
@@ -91,7 +92,10 @@ class GraphMode(ProxyTorchDispatchMode):
             return self._add(func, types, args, kwargs)
         capture.before(func, args, kwargs)
         graph = self.tracer.graph
-        with capture.record.operation(graph) if capture.record.regions else nullcontext():
+        in_region = capture.record.operation(graph) if capture.record.regions else nullcontext()
+        is_forgotten = func is _aten._new_zeros_with_same_feature_meta.default
+        anew = without_fake_cache(capture.fake_mode) if is_forgotten else nullcontext()
+        with in_region, anew:  # torch 2.13 forgets where in its memory such a tangent begins
             result = self._add(func, types, args, kwargs)
         capture.executions.note(graph)
         return result
