@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.nn.utils.prune
 from _cases import Cases, Plain, data
-from _support import EAGER, beside
+from _support import EAGER, beside, gradients
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_swa_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 import torchpmap as tp
 
@@ -213,6 +214,21 @@ def a_hidden_state(on):
     model = Recurrent()
     step = on.step(model, torch.optim.SGD(model.parameters(), lr=0.5))
     return [*map(step, on.rows(4)), model.hidden, *model.parameters()]
+
+
+@CASES.add(1)
+def what_is_stored_beside_a_checkpoint(on):
+    """A trace replaces functions that torch's ``checkpoint`` calls."""
+    model, kept = on.model(nn.Linear(8, 8), nn.Tanh()), {}
+
+    @on.jit
+    def step(x):
+        y = checkpoint(model, x, use_reentrant=False)
+        kept["y"] = y.detach()
+        y.square().mean().backward()
+
+    step(on.put(data()))
+    return [kept["y"], *gradients(model)]
 
 
 @CASES.add(2)

@@ -41,7 +41,8 @@ class Slot(NamedTuple):
     owner: Any
     name: Any
     is_users: bool = True
-    """Whether what holds on to containers in the value counts; else it is an optimizer's."""
+    """Whether what holds on to containers in the value counts; else it is an optimizer's or
+    torch's own."""
 
     @property
     def key(self) -> tuple[int, Any]:
@@ -149,8 +150,11 @@ class Snapshot:
         if ANY_ATTRIBUTE.isdisjoint(attributes):
             attributes = {name for code in codes for name in code.attributes}
         for each in objects:
+            is_users = not isinstance(each, also)
+            if isinstance(each, FunctionType):  # a trace replaces some of torch's for a while
+                is_users = not is_foreign(each.__module__)
             if isinstance(each, own) or is_holder(type(each)):
-                self._add(each, _DEPTH, None, not isinstance(each, also))
+                self._add(each, _DEPTH, None, is_users)
             elif not isinstance(each, type):
                 table = dict_of(each)
                 for name in attributes if table is not None else ():
@@ -160,9 +164,9 @@ class Snapshot:
             if isinstance(each, FunctionType):
                 facts = code_facts(each.__code__)
                 for cell in each.__closure__ or ():
-                    self._note(cell, "cell_contents")
+                    self._note(cell, "cell_contents", is_users)
                 for name in {*facts.globals, *facts.names}:
-                    self._note(each.__globals__, name)
+                    self._note(each.__globals__, name, is_users)
             elif isinstance(each, type) and not is_foreign(each.__module__):
                 for name in vars(each).keys() - {"__dict__", "__weakref__"}:
                     self._note(each, name)
@@ -171,8 +175,8 @@ class Snapshot:
             for name, _ in slots_of(each):
                 self._note(each, name)
 
-    def _note(self, owner: Any, name: str) -> None:
-        slot = Slot(owner, name, not isinstance(owner, torch.Tensor))
+    def _note(self, owner: Any, name: str, is_users: bool = True) -> None:
+        slot = Slot(owner, name, is_users and not isinstance(owner, torch.Tensor))
         self._places.append((slot, slot.read()))
 
     def _add(self, value: Any, depth: int, parent: _Table | None, is_users: bool) -> None:
