@@ -178,6 +178,19 @@ def test_an_error_before_anything_is_written_is_raised_as_it_is(tmp_path, monkey
     assert load(tmp_path / "c") == 1
 
 
+def test_an_interrupt_before_anything_is_written_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("multiprocessing.util.get_temp_dir", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path / "c", {"w": rows(WHOLE[:4])})
+    assert os.listdir(tmp_path) == []
+    save(tmp_path / "c", 1)
+    assert load(tmp_path / "c") == 1
+
+
 # -- never half of one -----------------------------------------------------------------------------
 
 
@@ -186,6 +199,21 @@ def test_killed_at_any_moment(tmp_path):
     script = str(HERE / "_checkpoint_kills.py")
     done = run_program(script, str(tmp_path), TORCHPMAP_RUNTIME="inline")
     assert int(done.stdout.split()[0]) > 10
+
+
+def test_a_second_process_that_saves_to_the_folder_is_refused(tmp_path):
+    """The lock belongs to an open file, so two saves of one process show what two processes do."""
+    save(tmp_path / "c", 1)
+    finish = begin(tmp_path / "c", 2)
+    for _ in range(2):
+        with pytest.raises(tp.CheckpointError, match=r"another process saves to .*/c\. Wait until"):
+            begin(tmp_path / "c", 3)
+    assert load(tmp_path / "c") == 1
+    finish()
+    assert load(tmp_path / "c") == 2
+    begin(tmp_path / "c", 3)()
+    assert load(tmp_path / "c") == 3
+    assert os.listdir(tmp_path) == ["c"]
 
 
 def test_between_the_renames_the_old_one_is_found(tmp_path):

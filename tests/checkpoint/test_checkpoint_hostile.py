@@ -88,6 +88,7 @@ TABLES = {
     "other shape": (put(leaf, "shape", [3, 2]), r"\(3, 2\)\) .* is expected"),
     "more dims": (put(leaf, "shape", [2, 3, 1]), "argument 2 is shorter"),
     "cuts of zero": (put(leaf, "cuts", [0, 1]), "is cut into"),
+    "no blocks": (cut([2, 3], [0, 1]), r"is cut into \(0, 1\), but is in the files \[\]"),
     "cuts without files": (put(leaf, "cuts", [2, 1]), r"is cut into \(2, 1\), but is in the files"),
     "the same block twice": (cut([4, 3], [2, 1], HOST, HOST), "but is in the files"),
     "cuts that do not divide": (cut([3, 3], [2, 1], HOST, "x"), r"shape \(3, 3\) is cut into"),

@@ -15,11 +15,12 @@ A folder may come from anywhere, so its files are opened with care (see ``opened
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,8 @@ class Folder:
         self.path = Path(os.path.abspath(os.fspath(path)))
         self.growing = self.path.with_name(f".{self.path.name}.saving")
         self.replaced = self.path.with_name(f".{self.path.name}.replaced")
+        self._ours = ExitStack()
+        """Removes what this process writes to, and closes the folders that it has locked."""
 
     def find(self) -> Path:
         """The checkpoint of this name, also between the two renames that replace it."""
@@ -140,26 +143,53 @@ class Folder:
         """Clear away what a killed save has left, and make the folder to write to.
 
         Raises:
+            CheckpointError: another process saves to this name.
             FileExistsError: there is something else of this name.
         """
         is_ours = self.path.is_dir() and (
             (self.path / TABLE).exists() or not any(self.path.iterdir())
         )
-        if self.path.exists() and not is_ours:
+        if os.path.lexists(self.path) and not is_ours:
             raise FileExistsError(
                 f"torchpmap.checkpoint.save: {self.path} exists and is no checkpoint, so it is not "
                 "replaced. Choose another name, or remove it."
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (self.growing, self.path):  # a save that ends renames the first to the second
+            if folder.is_dir():
+                self._lock(folder)
         if not self.path.exists() and self.replaced.exists():
             self.replaced.rename(self.path)
         for left in (self.replaced, self.growing):
             _remove(left)
         self.growing.mkdir(_FOLDER_MODE)
+        self._lock(self.growing)
+        self._ours.callback(shutil.rmtree, self.growing, ignore_errors=True)
+
+    def _lock(self, folder: Path) -> None:
+        """Keep other processes from saving here, until this save or this process has ended.
+
+        Raises:
+            CheckpointError: another process has done so.
+        """
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            self._ours.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = os.path.samestat(os.fstat(descriptor), os.stat(folder))
+        except (BlockingIOError, FileNotFoundError):
+            is_free = False
+        except OSError:
+            is_free = True  # a file system without locks
+        if not is_free:
+            raise CheckpointError(
+                f"torchpmap.checkpoint.save: another process saves to {self.path}. Wait until it "
+                "is done, or give each its own folder."
+            )
 
     def discard(self) -> None:
         """Remove what was written so far."""
-        shutil.rmtree(self.growing, ignore_errors=True)
+        self._ours.close()
 
     def commit(self, table: bytes, files: Mapping[str, Mapping[str, int]]) -> None:
         """Write the table, after the other files, and give the folder its name.  ``files`` says how
@@ -186,6 +216,7 @@ class Folder:
         self.growing.rename(self.path)
         _sync(self.path.parent)
         _remove(self.replaced)
+        self._ours.close()
 
 
 def _remove(folder: Path) -> None:

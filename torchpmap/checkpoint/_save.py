@@ -172,7 +172,7 @@ def begin(path: str | os.PathLike[str], tree: Any) -> Callable[[], None]:
             check_equal_everywhere(told, None, _EQUAL)
         plans = _plans(arrays)
         write = others.together(lambda: _copied(folder, arrays, plans))
-    except Exception:
+    except BaseException:
         if others.rank == 0:
             folder.discard()
         raise

@@ -251,7 +251,7 @@ def _row(key: str, found: Any, headers: dict[str, Entries]) -> Row:
     dtype, shape, cuts = _DTYPES[row["dtype"]], sizes_of(row["shape"]), sizes_of(row["cuts"])
     names = [name for name, _ in row["blocks"]]
     # a file has one block of a leaf: else a small file would make a tensor of any size
-    if len(names) != prod(cuts) or len(set(names)) < len(names):
+    if 0 in cuts or len(names) != prod(cuts) or len(set(names)) < len(names):
         raise ValueError(f"{key!r:.50} is cut into {cuts}, but is in the files {names!r:.100}")
     block_shape = tuple(size // count for size, count in zip(shape, cuts, strict=True))
     if tuple(map(int.__mul__, block_shape, cuts)) != shape:
