@@ -328,6 +328,18 @@ def test_inside_of_torchs_profiler(mapped, traced, tmp_path):
     assert named(traced(mapped, W, X)[DEVICES[0]], "running step")
 
 
+def test_torchs_profiler_inside_of_a_trace(mapped, traced, tmp_path):
+    """The export of the record that is gone would end Python."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        pytest.raises(RuntimeError, match="torch.profiler was used inside of the block"),
+        tp.profiler.trace(tmp_path),
+        torch.profiler.profile(activities=kinds, acc_events=True),
+    ):
+        mapped(W, X)
+    assert named(traced(mapped, W, X)[DEVICES[0]], "running step")
+
+
 def test_without_devices(traced):
     with tp.debug.fake_pmap():
         tracks = traced(tp.pmap(lambda x: tp.psum(x, "i"), "i"), X)

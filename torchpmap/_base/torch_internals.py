@@ -291,6 +291,15 @@ def is_profiler_on() -> bool:
 ALL_THREADS: Any = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 """For ``torch.profiler.profile``."""
 
+
+def has_record(profile: torch.profiler.profile) -> bool:
+    """Whether a profile that was stopped has its record, without which an export ends Python with
+    a segmentation fault: a second profile that stops takes that of one of all threads.
+    """
+    results = profile.profiler and profile.profiler.kineto_results
+    return results is not None and results.trace_start_ns() > 0
+
+
 profiled_range: Callable[[str], AbstractContextManager[None]] = (
     torch._C._profiler._RecordFunctionFast
 )

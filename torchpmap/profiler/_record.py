@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpmap._base.torch_internals import ALL_THREADS, profiled_range
+from torchpmap._base.torch_internals import ALL_THREADS, has_record, profiled_range
 from torchpmap._plan.plan import Plan
 from torchpmap._runtime.task import Handler
 
@@ -81,6 +81,11 @@ class Recorder:
 
     def stop(self) -> Recorded:
         self._profile.stop()
+        if not has_record(self._profile):
+            raise RuntimeError(
+                "profiler.trace: torch.profiler was used inside of the block, and has taken the "
+                "record with it. Leave it out: a trace has what it records, too."
+            )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             self._profile.export_chrome_trace(str(path))
