@@ -29,10 +29,12 @@ def main(given: Sequence[str] | None = None) -> int:
         return _replay(options)
     import torchpmap as tp
 
-    if options.num_devices is not None:
-        tp.config.num_devices = options.num_devices
-    if options.device_type is not None:
-        tp.config.device_type = options.device_type
+    try:
+        for name in ("num_devices", "device_type"):
+            if (value := getattr(options, name)) is not None:
+                setattr(tp.config, name, value)
+    except ValueError as error:
+        parser.error(str(error))
     return (_doctor if options.command == "doctor" else _bench)(as_json=options.json)
 
 
@@ -52,7 +54,7 @@ def _doctor(*, as_json: bool) -> int:
     if as_json and facts.is_first():
         print(json.dumps(report.as_json(found, wrong, steps), indent=2))
     elif is_text:
-        print("", *(report.described_findings(wrong) if wrong else ["no findings"]), sep="\n")
+        print("", *report.described_findings(wrong, steps), sep="\n")
     failed = any(step.error for step in steps)
     return int(failed or any(each.level == "problem" for each in wrong))
 

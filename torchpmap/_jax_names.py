@@ -14,7 +14,10 @@ _ROWS = {
     "lower make_jaxpr": "f.lower(x).as_text(), .graph, .cost(), .certificate()",
     "linearize": "torch.func.linearize",
     "checkpoint_name checkpoint_policies": "context_fn= of torch.utils.checkpoint.checkpoint",
-    "eval_shape": "f.lower(x).out_layouts: their shapes and dtypes",
+    "eval_shape": (
+        "f.lower(x).out_layouts of a mapped function: their shapes and dtypes; "
+        'else f(x) with x on device="meta"'
+    ),
     "ShapeDtypeStruct": 'torch.empty(shape, dtype=dtype, device="meta"), which f.lower takes',
     "get_abstract_mesh get_mesh": "not available: pass the mesh, or leave mesh= out",
     "use_mesh": "with tp.set_mesh(mesh):",

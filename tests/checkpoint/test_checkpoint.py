@@ -268,6 +268,7 @@ def test_a_shape_that_does_not_divide(tmp_path):
             r"tree\['s'\] has type Tensor \(float32, torch.sparse_coo\), but .* dense tensors",
         ),
         ({"q": torch.empty(2, dtype=torch.uint4)}, TypeError, r"tree\['q'\] .* \(uint4, "),
+        ({"m": torch.empty(2, device="meta")}, TypeError, r"tree\['m'\] is on the device 'meta'"),
         ({"__metadata__": torch.ones(1)}, ValueError, r"'__metadata__', a name that safetensors k"),
         ({"o": np.array(["a"])}, TypeError, r"tree\['o'\] is an array of dtype <U1, which torch"),
         ({(1, 2): 3}, TypeError, r"the dict tree has the key \(1, 2\), but the keys must be"),

@@ -120,10 +120,13 @@ def test_a_process_of_a_launcher_starts_no_workers():
 
 def test_the_text():
     (finding,) = findings(changed(sharing_open_files=150))
-    assert list(described_findings([finding])) == [
-        "problem: This process may open 150 files; 4 workers need about 180.",
-        "  do: ulimit -n 4096",
-    ]
+    problem = "problem: This process may open 150 files; 4 workers need about 180."
+    good, bad = Step("gradient", 0.5, None), Step("checkpoint", 0.5, "E: why")
+    assert list(described_findings([finding], [good])) == [problem, "  do: ulimit -n 4096"]
+    assert list(described_findings([], [good])) == ["no findings"]
+    failed = "1 of 2 steps of the self-test failed"
+    assert list(described_findings([], [good, bad])) == [failed]
+    assert list(described_findings([finding], [good, bad]))[2:] == [failed]
     assert described_step(Step("gradient", 0.5, None)).split() == ["gradient", "0.50", "s", "ok"]
     assert described_step(Step("gradient", 0.5, "E: why")).endswith("FAILED\n    E: why")
     assert [line.split()[0] for line in described(FACTS)] == [
@@ -203,6 +206,14 @@ def test_the_table_of_this_machine():
     rows = json.loads(done.stdout)
     assert len(rows) == 8
     assert all(row["value"] > 0 for row in rows)
+
+
+def test_an_argument_that_is_no_setting():
+    done = command("doctor", "--num-devices", "0")
+    assert done.returncode == 2
+    text = "error: num_devices must be an int from 1 to 256, but got 0."
+    assert done.stderr.splitlines()[-1].endswith(text)
+    assert "Traceback" not in done.stderr
 
 
 def test_a_command_is_needed():

@@ -62,6 +62,14 @@ def test_a_wheel_from_the_sdist_has_the_whole_package(packages):
     assert "torchpmap/py.typed" in found
 
 
+def test_the_sdist_has_nothing_else(packages):
+    with tarfile.open(packages["sdist"]) as archive:
+        names = {"/".join(Path(name).parts[1:2]) for name in archive.getnames()}
+    assert names - {".gitignore", "PKG-INFO"} == {
+        *("torchpmap", "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml")
+    }
+
+
 @pytest.mark.long
 @pytest.mark.cpu_only("the program asks for CPU devices")
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])

@@ -296,8 +296,8 @@ def has_record(profile: torch.profiler.profile) -> bool:
     """Whether a profile that was stopped has its record, without which an export ends Python with
     a segmentation fault: a second profile that stops takes that of one of all threads.
     """
-    results = profile.profiler and profile.profiler.kineto_results
-    return results is not None and results.trace_start_ns() > 0
+    results: Any = profile.profiler and profile.profiler.kineto_results
+    return results is not None and bool(results.trace_start_ns())
 
 
 profiled_range: Callable[[str], AbstractContextManager[None]] = (

@@ -50,10 +50,15 @@ def described_step(step: Step) -> str:
     return line + ("ok" if step.error is None else f"FAILED\n    {step.error}")
 
 
-def described_findings(found: list[Finding]) -> Iterator[str]:
+def described_findings(found: list[Finding], steps: list[Step]) -> Iterator[str]:
     for each in found:
         yield f"{each.level}: {each.what}"
         yield f"  do: {each.do}"
+    failed = sum(step.error is not None for step in steps)
+    if failed:
+        yield f"{failed} of {len(steps)} steps of the self-test failed"
+    elif not found:
+        yield "no findings"
 
 
 def as_json(facts: Facts, found: list[Finding], steps: list[Step]) -> dict[str, Any]:

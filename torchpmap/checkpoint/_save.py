@@ -119,6 +119,10 @@ def _array(leaf: Leaf) -> _Array | None:
             }
             return _Array(kind, layout.dtype, layout.shape, layout.block_shape, holders, value)
         value = value.to_host()  # each of several controllers has its own copy
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        raise TypeError(
+            f"torchpmap.checkpoint.save: {leaf.path} is on the device 'meta', so it has no values."
+        )
     try:
         host = host_tensor(value).resolve_conj().resolve_neg()
     except (TypeError, ValueError) as error:

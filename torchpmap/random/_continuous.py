@@ -2,7 +2,7 @@
 
 JAX's CPU and GPU compilers contract ``u * span + low`` into one fused multiply-add, which rounds
 once; here the exact product is computed in float64.  In bfloat16 both JAX and this module round
-twice.
+twice, and so does JAX in float16 on a CPU without arithmetic for it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def uniform(
 
     Returns:
         The numbers, bit by bit those of JAX. Between bounds other than 0 and 1, float64 may differ
-        by one rounding, and so may bfloat16 where Inductor compiles it.
+        by one rounding, and so may bfloat16 where Inductor compiles it, and float16 where JAX runs
+        on a CPU without arithmetic for it.
 
     Raises:
         TypeError: the dtype is not a float, or ``key`` is not a key.

@@ -85,7 +85,7 @@ def rademacher(
         dtype: a signed dtype.
 
     Returns:
-        The signs, exactly those of JAX.
+        The signs, exactly those of JAX without 64-bit types, in every dtype.
 
     Raises:
         TypeError: the dtype has no sign, or ``key`` is not a key.
