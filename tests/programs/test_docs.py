@@ -9,6 +9,7 @@ so do the cells of a notebook (its assertions say what must hold).
 of README.md are: there ``compile=True`` means the traced graph as it is.
 """
 
+import codeop
 import contextlib
 import doctest
 import io
@@ -74,6 +75,18 @@ def test_blocks_run_and_print_what_the_page_says(page, program, tmp_path, monkey
         if expected is not None:
             matches = doctest.OutputChecker().check_output(expected, printed.getvalue(), OPTIONS)
             assert matches, f"{name} printed\n{printed.getvalue()}\nbut the page says\n{expected}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/all_of_torchpmap.md"])
+def test_blocks_can_be_pasted_into_a_repl(page):
+    """That of Python 3.11 ends a function at an empty line, and a loop nowhere else."""
+    for match in BLOCK.finditer((ROOT / page).read_text()):
+        lines: list[str] = []
+        for line in match[1].splitlines():
+            lines.append(line)
+            if codeop.compile_command("\n".join(lines)) is not None:
+                lines.clear()
+        assert not "".join(lines).strip()
 
 
 def docstrings():

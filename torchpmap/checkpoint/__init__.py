@@ -130,7 +130,8 @@ def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | N
         TypeError: a leaf of another type, or a dict key that is neither a string nor an int.
         ValueError: two leaves with one name, or processes with different trees.
         FileExistsError: ``path`` exists and is not a checkpoint.
-        CheckpointError: this save, or an asynchronous save before it, could not be written.
+        CheckpointError: this save, or an asynchronous save before it, could not be written; or
+            another process saves to ``path``.
 
     Example:
         >>> import tempfile, torch, torchpmap as tp
