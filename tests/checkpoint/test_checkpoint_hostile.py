@@ -193,6 +193,13 @@ def test_a_link_to_a_checkpoint_is_replaced_and_not_followed(ours, tmp_path):
     assert same(loaded(ours), TREE)
 
 
+def test_a_link_to_nothing_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "last").symlink_to("nowhere")
+    with tp.debug.fake_pmap(), pytest.raises(FileExistsError, match="exists and is no checkpoint"):
+        save(tmp_path / "last", {"step": 8})
+    assert os.listdir(tmp_path) == ["last"]
+
+
 # -- files of blocks -------------------------------------------------------------------------------
 
 
