@@ -33,7 +33,7 @@ CONTINUOUS = {
          "32 bits count: take 9223372036854775808 % 2**32."),
         (lambda: random.key(torch.tensor(1.0)), TypeError,
          "key: got seed of dtype float32, expected an int or an integer tensor."),
-        (lambda: random.key(torch.tensor([1, 2])), ValueError,
+        (lambda: random.key(torch.tensor([1, 2])), TypeError,
          "key: got seed of shape (2,), expected one number, of shape (). Map the function over "
          "the numbers with torchpmap.vmap."),
         (lambda: random.split(0), TypeError,
@@ -60,19 +60,19 @@ CONTINUOUS = {
          "fold_in: got data -1, expected 0 to 2**32 - 1. Fold in a larger number piece by piece."),
         (lambda: random.fold_in(KEY, 0.5), TypeError,
          "fold_in: got data of type float, expected an int or an integer tensor."),
-        (lambda: random.fold_in(KEY, torch.arange(3)), ValueError,
+        (lambda: random.fold_in(KEY, torch.arange(3)), TypeError,
          "fold_in: got data of shape (3,), expected one number, of shape (). Map the function "
          "over the numbers with torchpmap.vmap."),
-        (lambda: random.bits(KEY, (2,), torch.int32), TypeError,
+        (lambda: random.bits(KEY, (2,), torch.int32), ValueError,
          "bits: got dtype torch.int32, expected uint8, uint16, uint32 or uint64."),
-        (lambda: random.normal(KEY, 3), TypeError,
-         "normal: got shape 3, expected a tuple of sizes: shape=(3,)."),
+        (lambda: random.choice(KEY, 5, 3), TypeError,
+         "choice: got shape 3, expected a tuple of sizes: shape=(3,)."),
         (lambda: random.normal(KEY, (2.0,)), TypeError,
          "normal: got shape (2.0,), expected a tuple of ints."),
         (lambda: random.gumbel(KEY, (2, -1)), ValueError,
          "gumbel: got shape (2, -1), expected no negative size."),
         *(
-            (partial(getattr(random, name), KEY, *limits, dtype=torch.int32), TypeError,
+            (partial(getattr(random, name), KEY, *limits, dtype=torch.int32), ValueError,
              f"{name}: got dtype torch.int32, {FLOATS}")
             for name, limits in CONTINUOUS.items()
         ),
@@ -118,7 +118,7 @@ CONTINUOUS = {
          "choice: got p=[1.5, -0.5], expected probabilities: numbers of at least 0, not all 0."),
         (lambda: random.choice(KEY, 2, p=[0, 0]), ValueError,
          "choice: got p=[0, 0], expected probabilities: numbers of at least 0, not all 0."),
-        (lambda: random.categorical(KEY, torch.tensor([1, 2])), TypeError,
+        (lambda: random.categorical(KEY, torch.tensor([1, 2])), ValueError,
          f"categorical: got dtype torch.int64, {FLOATS}"),
         (lambda: random.categorical(KEY, torch.zeros(3, 2), shape=(4,)), ValueError,
          "categorical: got logits, without the categories, of shape (3,), expected one that "
@@ -150,6 +150,10 @@ def test_misuse_inside_pmap_is_an_error_of_the_caller(pool):
         (lambda: random.key(np.int32(5)), lambda: random.key(5)),
         (lambda: random.fold_in(KEY, np.uint8(5)), lambda: random.fold_in(KEY, 5)),
         (lambda: random.split(KEY, np.int64(3)), lambda: random.split(KEY, 3)),
+        (lambda: random.normal(KEY, 3), lambda: random.normal(KEY, (3,))),
+        (lambda: random.randint(KEY, np.int64(3), 0, 9), lambda: random.randint(KEY, (3,), 0, 9)),
+        (lambda: random.categorical(KEY, torch.zeros(4), shape=3),
+         lambda: random.categorical(KEY, torch.zeros(4), shape=(3,))),
         (lambda: random.bits(KEY, [2, 3]), lambda: random.bits(KEY, (2, 3))),
         (lambda: random.bits(KEY, torch.ones(2, 3).shape), lambda: random.bits(KEY, (2, 3))),
         (lambda: random.bernoulli(KEY, np.array([0.2, 0.7], np.float32)),

@@ -180,10 +180,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def wrong_dtype(function: str, dtype: Any, expected: str) -> TypeError:
-    """The error for a dtype that a function does not take; ``expected``: those that it takes."""
+def wrong_dtype(
+    function: str, dtype: Any, expected: str, kind: type[Exception] = TypeError
+) -> Exception:
+    """The error for a dtype that a function does not take; ``expected``: those that it takes,
+    ``kind``: that of JAX's error.  What is no dtype is a ``TypeError``.
+    """
     if isinstance(dtype, torch.dtype):
-        return TypeError(f"{function}: got dtype {dtype}, expected {expected}.")
+        return kind(f"{function}: got dtype {dtype}, expected {expected}.")
     name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", str(dtype))
     is_known = isinstance(getattr(torch, name, None), torch.dtype)
     what = f"the string {dtype!r}" if isinstance(dtype, str) else f"{dtype!r}"

@@ -100,7 +100,7 @@ def choice(
         The picks, equal to those of JAX; with ``p`` one may differ where rounding decides.
 
     Raises:
-        TypeError: ``a`` has no dim to pick from, or ``key`` is not a key.
+        TypeError: ``a`` has no dim to pick from, ``shape`` is a number, or ``key`` is not a key.
         ValueError: nothing to pick from, more picks than there are without ``replace``, ``p`` of
             the wrong shape or with a negative number in it, or more than one key.
         IndexError: ``axis`` is not a dim of ``a``.
@@ -114,6 +114,8 @@ def choice(
         tensor([1., 1., 5., 5.])
     """
     one_key("choice", key)
+    if isinstance(shape, INTEGERS):
+        raise TypeError(f"choice: got shape {shape}, expected a tuple of sizes: shape=({shape},).")
     shape = static_shape("choice", shape)
     values = None if isinstance(a, INTEGERS) else as_tensor(a, key)
     if values is not None:
@@ -134,7 +136,7 @@ def categorical(
     key: torch.Tensor,
     logits: torch.Tensor,
     axis: int = -1,
-    shape: Sequence[int] | None = None,
+    shape: int | Sequence[int] | None = None,
     replace: bool = True,
 ) -> torch.Tensor:
     """Draw categories with probabilities ``softmax(logits)``.
@@ -152,9 +154,9 @@ def categorical(
         The categories, equal to those of JAX; one may differ where rounding decides.
 
     Raises:
-        TypeError: ``logits`` is not floating-point, or ``key`` is not a key.
-        ValueError: the shape does not fit, more draws than categories without ``replace``, or more
-            than one key.
+        TypeError: ``key`` is not a key.
+        ValueError: ``logits`` is not floating-point, the shape does not fit, more draws than
+            categories without ``replace``, or more than one key.
         IndexError: ``axis`` is not a dim of ``logits``.
 
     Example:

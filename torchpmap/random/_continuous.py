@@ -32,7 +32,7 @@ _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 @sampler
 def uniform(
     key: torch.Tensor,
-    shape: Sequence[int] = (),
+    shape: int | Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
     minval: Limit = 0.0,
     maxval: Limit = 1.0,
@@ -52,8 +52,9 @@ def uniform(
         on a CPU without arithmetic for it.
 
     Raises:
-        TypeError: the dtype is not a float, or ``key`` is not a key.
-        ValueError: bounds that do not broadcast to ``shape``, or more than one key.
+        TypeError: ``key`` is not a key.
+        ValueError: the dtype is not a float, bounds that do not broadcast to ``shape``, or more
+            than one key.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -68,7 +69,7 @@ def truncated_normal(
     key: torch.Tensor,
     lower: Limit,
     upper: Limit,
-    shape: Sequence[int] | None = None,
+    shape: int | Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Draw from the normal distribution of mean 0 and variance 1, limited to (lower, upper).
@@ -87,9 +88,9 @@ def truncated_normal(
         farther out both limits are, the fewer different numbers there are between them.
 
     Raises:
-        TypeError: the dtype is not a float, or ``key`` is not a key.
-        ValueError: ``lower`` is not below ``upper`` (numbers only), limits that do not broadcast to
-            ``shape``, or more than one key.
+        TypeError: ``key`` is not a key.
+        ValueError: the dtype is not a float, ``lower`` is not below ``upper`` (numbers only),
+            limits that do not broadcast to ``shape``, or more than one key.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -130,19 +131,19 @@ def _in_dtype(limit: Limit, key: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 class _Sampler(Protocol):
     def __call__(
-        self, key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
+        self, key: torch.Tensor, shape: int | Sequence[int] = (), dtype: torch.dtype = torch.float32
     ) -> torch.Tensor: ...
 
 
 _RAISES = """Raises:
-        TypeError: the dtype is not a float, or ``key`` is not a key.
-        ValueError: a negative size, or more than one key.
+        TypeError: ``key`` is not a key.
+        ValueError: the dtype is not a float, a negative size, or more than one key.
 
     Example:"""
 
 
 def _distribution(
-    uniform: Callable[[str, torch.Tensor, Sequence[int], torch.dtype], torch.Tensor],
+    uniform: Callable[[str, torch.Tensor, int | Sequence[int], torch.dtype], torch.Tensor],
 ) -> Callable[[Callable[[torch.Tensor], torch.Tensor]], _Sampler]:
     """Make a sampler of what turns uniform numbers into its numbers; its docstring gets the parts
     that these samplers share.
@@ -152,7 +153,7 @@ def _distribution(
         name = turned.__name__
 
         def draw(
-            key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
+            key: torch.Tensor, shape: int | Sequence[int] = (), dtype: torch.dtype = torch.float32
         ) -> torch.Tensor:
             return turned(uniform(name, key, shape, dtype))
 
@@ -169,7 +170,7 @@ def _distribution(
 def _unit(
     function: str,
     key: torch.Tensor,
-    shape: Sequence[int],
+    shape: int | Sequence[int],
     dtype: torch.dtype,
     minval: Limit = 0.0,
     maxval: Limit = 1.0,
@@ -180,7 +181,7 @@ def _unit(
 
 
 def _signed(
-    function: str, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+    function: str, key: torch.Tensor, shape: int | Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """Uniform numbers between -1 and 1, of which neither occurs."""
     check_dtype(function, dtype)
@@ -188,7 +189,7 @@ def _signed(
 
 
 def _positive(
-    function: str, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+    function: str, key: torch.Tensor, shape: int | Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """Uniform numbers that are never 0 but at least the smallest normal number."""
     # JAX adds that number to all of them, but XLA folds the addition away, as float16 shows.
@@ -305,7 +306,7 @@ def between(
 
 def check_dtype(function: str, dtype: torch.dtype) -> None:
     if dtype not in _FLOATS:
-        raise wrong_dtype(function, dtype, "float32, float64, float16 or bfloat16")
+        raise wrong_dtype(function, dtype, "float32, float64, float16 or bfloat16", ValueError)
 
 
 def check_broadcast(function: str, name: str, given: Sequence[int], shape: tuple[int, ...]) -> None:

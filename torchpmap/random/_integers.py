@@ -30,7 +30,7 @@ _RANGES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 @sampler
 def bernoulli(
-    key: torch.Tensor, p: float | torch.Tensor = 0.5, shape: Sequence[int] | None = None
+    key: torch.Tensor, p: float | torch.Tensor = 0.5, shape: int | Sequence[int] | None = None
 ) -> torch.Tensor:
     """Draw True with probability ``p``.
 
@@ -75,7 +75,7 @@ def bernoulli(
 
 @sampler
 def rademacher(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.int32
+    key: torch.Tensor, shape: int | Sequence[int] = (), dtype: torch.dtype = torch.int32
 ) -> torch.Tensor:
     """Draw 1 and -1, equally likely.
 
@@ -106,7 +106,7 @@ def rademacher(
 @sampler
 def randint(
     key: torch.Tensor,
-    shape: Sequence[int],
+    shape: int | Sequence[int],
     minval: int | torch.Tensor,
     maxval: int | torch.Tensor,
     dtype: torch.dtype = torch.int32,

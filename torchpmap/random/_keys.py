@@ -49,8 +49,8 @@ def key(
         The key, int64[2].
 
     Raises:
-        TypeError: the seed is not an integer.
-        ValueError: the seed has more than 64 bits, or is not one number.
+        TypeError: the seed is not one integer.
+        ValueError: the seed has more than 64 bits.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -134,8 +134,8 @@ def fold_in(key: torch.Tensor, data: SupportsIndex | torch.Tensor) -> torch.Tens
         The new key.
 
     Raises:
-        TypeError: ``data`` is not an integer, or ``key`` is not a key.
-        ValueError: ``data`` is out of range or not one number, or there is more than one key.
+        TypeError: ``data`` is not one integer, or ``key`` is not a key.
+        ValueError: ``data`` is out of range, or there is more than one key.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -163,7 +163,7 @@ def fold_in(key: torch.Tensor, data: SupportsIndex | torch.Tensor) -> torch.Tens
 
 @sampler
 def bits(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.uint32
+    key: torch.Tensor, shape: int | Sequence[int] = (), dtype: torch.dtype = torch.uint32
 ) -> torch.Tensor:
     """Draw integers all of whose bits are random.
 
@@ -177,8 +177,8 @@ def bits(
         The numbers, equally likely from 0 to the largest of the dtype.
 
     Raises:
-        TypeError: the dtype is not an unsigned integer, or ``key`` is not a key.
-        ValueError: a negative size, or more than one key.
+        TypeError: ``key`` is not a key.
+        ValueError: the dtype is not an unsigned integer, a negative size, or more than one key.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -187,7 +187,7 @@ def bits(
     """
     words = one_key("bits", key)
     if dtype not in _WIDTHS:
-        raise wrong_dtype("bits", dtype, "uint8, uint16, uint32 or uint64")
+        raise wrong_dtype("bits", dtype, "uint8, uint16, uint32 or uint64", ValueError)
     return random_bits(words, _WIDTHS[dtype], static_shape("bits", shape)).to(dtype)
 
 
@@ -207,7 +207,7 @@ def _integer(function: str, name: str, value: torch.Tensor) -> torch.Tensor:
             "or an integer tensor."
         )
     if value.dim():
-        raise ValueError(
+        raise TypeError(
             f"{function}: got {name} of shape {tuple(value.shape)}, expected one number, of shape "
             f"(). Map the function over the numbers with torchpmap.vmap."
         )

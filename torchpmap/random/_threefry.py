@@ -194,13 +194,9 @@ def one_key(function: str, key: torch.Tensor) -> Words:
     return key[0], key[1]
 
 
-def static_shape(function: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """``shape`` as a tuple of sizes."""
-    if isinstance(shape, int | np.integer):
-        raise TypeError(
-            f"{function}: got shape {shape}, expected a tuple of sizes: shape=({shape},)."
-        )
-    sizes = tuple(shape)
+def static_shape(function: str, shape: int | Sequence[int]) -> tuple[int, ...]:
+    """``shape`` as a tuple of sizes; a number is that of the only dim."""
+    sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     if not all(isinstance(size, int | np.integer | torch.SymInt) for size in sizes):
         raise TypeError(f"{function}: got shape {shape!r}, expected a tuple of ints.")
     if any(size < 0 for size in sizes):
