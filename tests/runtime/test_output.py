@@ -138,3 +138,14 @@ def test_what_is_not_printed_stays_in_its_pipe(printer, pipe, monkeypatch):
     os.close(end)
     printer.remove(0)
     os.close(errors)
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape", "replace"])
+def test_characters_that_the_encoding_of_a_stream_lacks(printer, monkeypatch, errors):
+    memory = io.BytesIO()
+    with io.TextIOWrapper(memory, "ascii", errors) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        printer.write("stdout", "a\ngr\xfcn\nb\n")
+        printer.flush([])
+        shown = {"replace": b"?"}.get(errors, b"\\xfc")
+        assert memory.getvalue() == b"a\ngr" + shown + b"n\nb\n"

@@ -177,7 +177,8 @@ class Printer:
             elif item is not None:
                 # the user's stream may be closed, absent or broken; this thread must live
                 with contextlib.suppress(Exception):
-                    self._print(getattr(sys, item[0]), item[1])
+                    stream = getattr(sys, item[0])
+                    self._print(stream, _writable(stream, item[1]))
             elif self._end is None:
                 self._read(self._ready.poll())
             else:
@@ -212,6 +213,20 @@ class Printer:
             stream.write(text[begin : begin + _PIECE])
             stream.flush()
             self._begun = time.monotonic()
+
+
+def _writable(stream: Any, text: str) -> str:
+    """``text`` with escapes for characters that the encoding of a stream lacks: not to write them
+    would lose all lines around them.
+    """
+    encoding = getattr(stream, "encoding", None)
+    if encoding is None:  # it takes any
+        return text
+    try:
+        text.encode(encoding, getattr(stream, "errors", None) or "strict")
+    except UnicodeEncodeError:
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+    return text
 
 
 def _room_of(stream: Any) -> select.poll | None:
