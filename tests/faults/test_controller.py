@@ -99,6 +99,34 @@ def test_row_23_a_killed_controller_leaves_only_a_child_that_it_forked():
     assert not ended.files
 
 
+TO_ALL = """
+    import multiprocessing
+    from torchpmap._runtime.local.forkserver import server
+    told, forks = [], server.pid
+    signal.signal(signal.{0}, lambda *_: told.append(1))
+    for pid in (os.getpid(), forks, *workers):
+        os.kill(pid, signal.{0})
+    print(len(told), kept.tolist(), total(kept).tolist(), pids() == workers)
+    def with_children(x):
+        child = multiprocessing.Process(target=time.sleep, args=(1000,))
+        child.start()
+        os.kill(child.pid, signal.{0})
+        child.join()
+        program = subprocess.Popen(["sleep", "1000"])
+        program.send_signal(signal.{0})
+        return x - child.exitcode + program.wait()
+    print(tp.pmap(with_children, compile=False)(x).tolist())
+    assert server._process.poll() is None
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_that_a_scheduler_sends_to_all_processes(name):
+    """The controller's handler can still use what the devices hold.  Their children obey it."""
+    ended = script("import subprocess", SETUP, TO_ALL.format(name)).wait(60, patience=10)
+    assert ended.clean() == "1 [1.0, 1.0] [2.0, 2.0] True\n[0.0, 1.0]\n"
+
+
 FORMS = {
     "no shutdown": "print(total(x).tolist())",
     "a call is pending": "total(x)",

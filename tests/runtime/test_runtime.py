@@ -118,6 +118,15 @@ def test_output_arrives_whole_before_the_call_returns(pool, capsys):
     assert sorted(captured.err.splitlines()) == [f"[{DEVICE}:0] oh", f"[{DEVICE}:1] oh"]
 
 
+@TWO
+def test_a_device_can_print_any_text(pool, capsys):
+    """As Python itself can to stderr."""
+    speak = tp.pmap(lambda x: print("\udc80 \N{EURO SIGN}", file=sys.stderr) or x, compile=False)
+    assert speak(torch.arange(2)).tolist() == [0, 1]
+    lines = [f"[{DEVICE}:{k}] \\udc80 \N{EURO SIGN}" for k in range(2)]
+    assert sorted(capsys.readouterr().err.splitlines()) == lines
+
+
 class Broken:
     def write(self, *text):
         raise ArithmeticError("no")
@@ -330,6 +339,26 @@ except ChildProcessError:
     print("no children")
 """
     assert Program("-c", code).wait().clean() == "[]\nno children\n"
+
+
+def test_devices_have_the_environment_of_when_they_start():
+    """As they have its folder and arguments; not of when the process began that forks them."""
+    code = """
+import os, torch, torchpmap as tp
+from torchpmap._runtime.local.forkserver import server
+os.environ |= {"CHANGED": "1", "GONE": "1"}
+tp.config.shared_memory = False  # for which they would compile something
+ask = tp.pmap(lambda x: print(*map(os.environ.get, ("CHANGED", "GONE", "NEW"))) or x, compile=False)
+for number in 2, 3:
+    tp.init(1, "cpu")
+    forks = server.pid
+    os.environ |= {"CHANGED": str(number), "NEW": "yes"}
+    os.environ.pop("GONE", None)
+    ask(torch.zeros(1))
+    tp.shutdown()
+    assert server.pid == forks
+"""
+    assert Program("-c", code).wait().clean() == "[cpu:0] 2 None yes\n[cpu:0] 3 None yes\n"
 
 
 @TWO

@@ -80,6 +80,8 @@ class WorkerArgs(NamedTuple):
     path: list[str]
     argv: list[str]
     folder: str | None
+    variables: dict[str, str | None]
+    """Of the environment, that are others than in the fork server; None: it has none any more."""
 
 
 class ForkServer:
@@ -90,6 +92,8 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._lifeline = -1
+        self._environment: dict[str, str] = {}
+        """Of this process when the other one was started."""
         self.is_compiler_wanted = False
         self._is_loading = False
         """Whether the process was told so."""
@@ -185,12 +189,17 @@ class ForkServer:
                 finally:
                     os.close(their_lifeline)
             undo.pop_all()
-        self._channel, self._lifeline = ours, lifeline
+        self._channel, self._lifeline, self._environment = ours, lifeline, dict(os.environ)
         self._has_forked, self._is_loading, self._is_warm = False, False, is_warm
         self._load()
         atexit.unregister(self.stop)
         atexit.register(self.stop)
         return process
+
+    def changed_variables(self) -> dict[str, str | None]:
+        """Of the environment, since the process was started."""
+        before, now = self._environment, dict(os.environ)
+        return {k: now.get(k) for k in before.keys() | now if before.get(k) != now.get(k)}
 
     def stop(self) -> None:
         """End it at exit, when no worker is wanted any more."""

@@ -42,7 +42,7 @@ from torchpmap._runtime.local.forkserver import (
     Fds,
     WorkerArgs,
 )
-from torchpmap._runtime.local.worker_setup import arm_lifeline
+from torchpmap._runtime.local.worker_setup import arm_lifeline, leave_signals_to_controller
 from torchpmap._trace.compile import warm_up
 from torchpmap._trace.toolchain import cpp_compiler, import_inductor
 
@@ -101,7 +101,7 @@ def serve(channel_fd: int, lifeline: int, python_path: str | None, compiles: boo
     """Fork workers until the controller is gone; never returns.  ``compiles``: as in
     ``load_compiler``.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
+    leave_signals_to_controller()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     arm_lifeline(lifeline)
     if python_path is not None:

@@ -77,7 +77,8 @@ class WorkerProcess:
 
     def start(self, is_wanted: Callable[[], bool]) -> None:
         """Fork the worker; waits for the fork server's imports if they are still running."""
-        args = WorkerArgs(*self._args, import_path(), sys.argv, _folder())
+        variables = server.changed_variables()
+        args = WorkerArgs(*self._args, import_path(), sys.argv, _folder(), variables)
         try:
             with explained():
                 fds = [self._exits.fileno(), *self._theirs, *self._shared]

@@ -59,8 +59,10 @@ from torchpmap._runtime.local.values import Values
 from torchpmap._runtime.local.worker_setup import (
     arm_child,
     arm_lifeline,
+    change_variables,
     flush,
     kill_children,
+    obey_in_children,
     redirect_output,
 )
 from torchpmap._runtime.task import Task, Work
@@ -82,8 +84,6 @@ _HINT = f"\nThe device cannot be used any more, so its worker ends. {LATE_HINT}"
 
 def main(args: WorkerArgs, fds: Fds) -> None:
     """Run until the controller is gone; never returns."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     arm_lifeline(fds.lifeline)
     redirect_output(fds.output, fds.errors)
     mark_lines(wire.PLAIN_LINE)
@@ -93,7 +93,10 @@ def main(args: WorkerArgs, fds: Fds) -> None:
             f"{platform.name} was initialised in the process that forks the workers, which cannot "
             "use it then. Something that Python imports at its start does that; it must not."
         )
-    os.environ.update(platform.environment(args.rank))  # graphs name device 0 on every rank
+    # among the devices that there were at first; graphs name device 0 on every rank
+    shown = platform.environment(args.rank)
+    change_variables(args.variables)
+    os.environ.update(shown)
     for name, value in platform.worker_settings.items():
         os.environ.setdefault(name, value)
     device = platform.open(0, args.rank)
@@ -103,6 +106,7 @@ def main(args: WorkerArgs, fds: Fds) -> None:
     worker = _Worker(args, fds, device, groups)
     faulthandler.register(signal.SIGUSR1, file=fds.stacks)
     signal.signal(signal.SIGUSR2, worker.interrupt)
+    obey_in_children()
     os.register_at_fork(after_in_child=worker.in_forked_child)
     multiprocessing.util.register_after_fork(worker, lambda _: arm_child(fds.lifeline))
     threading.Thread(

@@ -7,10 +7,55 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import functools
 import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+def leave_signals_to_controller() -> None:
+    """Go on at signals that all processes of a job get, in the fork server and the workers: Ctrl-C,
+    and what schedulers send before they end a job.  The controller may have a handler that saves
+    what the workers hold.  If it ends, they end with it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _go_on)
+
+
+def _go_on(*_: object) -> None:
+    """Not ``SIG_IGN``, which programs that a worker starts would have too."""
+
+
+def obey_in_children() -> None:
+    """Let ``terminate()`` end a child that this process forks, however soon it comes."""
+    os.register_at_fork(
+        before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, _ENDING),
+        after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, _ENDING),
+        after_in_child=_obey,
+    )
+
+
+def _obey() -> None:
+    for number in _ENDING:
+        if signal.getsignal(number) is _go_on:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+
+
+def change_variables(changed: Mapping[str, str | None]) -> None:
+    """Set variables of the environment, or delete them (None)."""
+    for name, value in changed.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def arm_lifeline(fd: int) -> None:
@@ -47,9 +92,13 @@ def redirect_output(output: int, errors: int) -> None:
     for fd, stream in ((output, 1), (errors, 2)):
         os.dup2(fd, stream)
         os.close(fd)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = map(_text_stream, (1, 2))
     faulthandler.enable()
+
+
+def _text_stream(fd: int) -> TextIO:
+    """The controller reads UTF-8, whatever the locale is; nothing that is printed is an error."""
+    return open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False)
 
 
 def flush() -> None:
