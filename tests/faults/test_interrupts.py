@@ -5,6 +5,7 @@ import collections
 import pytest
 import torch
 from _rig import (
+    EAGER,
     N,
     assert_pool_works,
     busy,
@@ -36,10 +37,9 @@ pytestmark = [
 ]
 
 
-def call_until_interrupted():
-    """The last result of calls that go on until there is no room for one, and Ctrl-C ends it."""
-    x, calls = rows, 0
-    pool = running_pool()
+def call_until_interrupted(call):
+    """How many calls end before one for which there is no room, which Ctrl-C ends."""
+    calls, pool = 0, running_pool()
     seen = collections.deque(maxlen=8)
 
     def is_stuck():
@@ -53,12 +53,24 @@ def call_until_interrupted():
             press()
             pause = 0.5
 
-    def call():
-        nonlocal x, calls
-        x = quarter(x)
+    def counted():
+        nonlocal calls
+        call()
         calls += 1
 
-    until_interrupted(presser, call)
+    until_interrupted(presser, counted)
+    return calls
+
+
+def chain_until_interrupted():
+    """The last result of such calls, of which each takes that of the one before."""
+    x = rows
+
+    def call():
+        nonlocal x
+        x = quarter(x)
+
+    call_until_interrupted(call)
     return x
 
 
@@ -66,7 +78,7 @@ def call_until_interrupted():
 def test_row_22_ctrl_c_while_a_call_is_sent(ranks, tmp_path):
     """The next one must not meet the half of this one."""
     with busy(tmp_path / "open", ranks):
-        x = call_until_interrupted()
+        x = chain_until_interrupted()
     assert within(5, lambda: total(rows * 2).tolist()).value == [12.0] * N
     assert within(5, lambda: x.tolist()).value == [1.5] * N
     assert_pool_works()
@@ -76,10 +88,31 @@ def test_row_22_what_ctrl_c_left_unsent_is_sent_although_no_call_follows(tmp_pat
     """Others wait for it in a collective."""
     pool = running_pool()
     with busy(tmp_path / "open", [2]):
-        x = call_until_interrupted()
+        x = chain_until_interrupted()
         assert pool.outbox.unsent is not None
     assert wait_for(lambda: pool.outbox.unsent is None)
     assert wait_for(x.is_ready)
+
+
+def test_row_22_ctrl_c_while_a_jitted_step_is_sent(tmp_path):
+    """It has its effects: else a model would be gone that a training loop was stepping."""
+    weight = tp.replicate(torch.nn.Parameter(torch.zeros(3)))
+    count = tp.replicate(torch.zeros((), dtype=torch.int64))
+
+    @tp.jit(compile=EAGER)
+    def step():
+        weight.grad = None
+        (weight * torch.arange(3.0)).sum().backward()
+        count.add_(1)
+        return count + 0
+
+    step()
+    with busy(tmp_path / "open", [2]):
+        calls = call_until_interrupted(step)
+    assert within(5, lambda: int(count)).value == calls + 2
+    assert weight.grad.tolist() == [0, 1, 2]
+    assert int(step()) == calls + 3
+    assert_pool_works()
 
 
 def test_row_22_ctrl_c_at_any_moment():

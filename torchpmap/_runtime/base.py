@@ -115,9 +115,10 @@ class Runtime(Protocol):
         """The outputs of a plan, which is started on stored values without waiting for it; raises
         if a value is known to be lost.
 
-        When nothing can prevent the start, ``give_up`` is called, which drops the caller's
-        references to donated values, and ``held`` is emptied.  A value to which nothing else refers
-        is freed after its last use in the call.
+        When nothing can prevent the start, ``held`` is emptied, and ``give_up`` is called, which
+        drops the caller's references to donated values.  A value to which nothing else refers is
+        freed after its last use in the call.  ``held`` gets the outputs: also if Ctrl-C comes while
+        this waits for room, as the call is sent nevertheless.
         """
 
     def run_task(

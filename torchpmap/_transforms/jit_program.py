@@ -299,26 +299,43 @@ class Program:
         graded = [target.of(tensors) for target in self._graded]
         alone = [x for x in targets if type(x) is ShardedTensor and not is_linked(x)]
 
+        is_given_up = False
+
         def give_up() -> None:
+            nonlocal is_given_up
+            is_given_up = True
             for leaf in (*graded, *(target.of(tensors) for target in self._cleared)):
                 leaf.grad = None
             for each in alone:
                 each._handle = None
 
+        outputs, num = plan.outputs, self._num_results
         numbers_before = [held[place] for place in self._counted]
-        handles = plan.run(held, None, give_up)
-        num, outputs = self._num_results, plan.outputs
-        counted, end = num + len(targets), len(outputs)
-        first = counted + len(numbers_before)
-        grads = make_all(outputs[first:], handles[first:end])
+        try:
+            plan.run(held, None, give_up)
+        finally:  # Ctrl-C: else what was given up would be lost, though the call is sent
+            if is_given_up and len(held) >= len(outputs):
+                self._change(targets, graded, numbers_before, outputs[num:], held[num:])
+        return make_all(outputs[:num], held[:num]), held[len(outputs) :]
+
+    def _change(
+        self,
+        targets: Sequence[Any],
+        graded: Sequence[Any],
+        numbers_before: Sequence[Handle],
+        outputs: Sequence[Layout],
+        handles: Sequence[Handle],
+    ) -> None:
+        """The effects of a call that was sent; the outputs are those after its results."""
+        first, second = len(targets), len(targets) + len(numbers_before)
+        grads = make_all(outputs[second:], handles[second : len(outputs)])
         for leaf, grad in zip(graded, grads, strict=True):
             leaf.grad = grad
         for each in self._numbers.values():
             each.numbers.advance()
-        for place, *made in zip(self._counted, numbers_before, handles[counted:first], strict=True):
+        for place, *made in zip(self._counted, numbers_before, handles[first:second], strict=True):
             self._inputs[place].follow(*made)
-        _write_all(targets, outputs[num:counted], handles[num:counted])
-        return make_all(outputs[:num], handles[:num]), handles[end:]
+        _write_all(targets, outputs[:first], handles[:first])
 
 
 class LoweredProgram(LoweredPlan):

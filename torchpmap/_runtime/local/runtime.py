@@ -127,9 +127,9 @@ class LocalRuntime:
         if self._lossy:
             self._refuse_lost(held)
         inputs = [handle.id for handle in held]
+        held.clear()  # perhaps the last references: such inputs are released with this call
         if give_up is not None:
             give_up()
-        held.clear()  # perhaps the last references: such inputs are released with this call
         era = self._incidents.era
         seq = pool.seq = pool.seq + 1
         out = self._next_handle
@@ -145,9 +145,10 @@ class LocalRuntime:
             message = _packer(len(ints))(8 * len(ints), wire.CALL, seq, *ints)
             pool.outbox.post(sockets, (message,) * len(sockets))
             # map: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
-            return list(
+            held += list(
                 map(_Stored, range(out, out + num_outputs), repeat(seq), repeat(team), repeat(era))
             )
+            return held
         except BaseException:  # Ctrl-C: the workers make values that no caller gets
             team.released.extend(range(out, out + num_outputs))
             team.released.extend(freed)  # freeing twice does no harm

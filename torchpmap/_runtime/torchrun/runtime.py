@@ -301,9 +301,9 @@ class TorchrunRuntime:
                 self.raise_if_closed()
             plan = self._plans[plan_id]
             blocks = [handle.block for handle in held]
+            held.clear()
             if give_up is not None:
                 give_up()
-            held.clear()
             try:
                 if self._completion is not None:
                     results = self._launch(plan, blocks, self._completion)
@@ -317,9 +317,8 @@ class TorchrunRuntime:
             seq = self._seq
         finally:
             self._lock.release()
-        if num_outputs == 1:
-            return [_Block(results[0], team, seq)]
-        return [_Block(result, team, seq) for result in results]
+        held += [_Block(result, team, seq) for result in results]
+        return held
 
     def _launch(
         self, plan: Defined, blocks: list[torch.Tensor], completion: Completion
