@@ -37,8 +37,10 @@ pytestmark = [
 ]
 
 
-def call_until_interrupted(call):
-    """How many calls end before one for which there is no room, which Ctrl-C ends."""
+def call_until_interrupted(call, meanwhile=lambda: None):
+    """How many calls end before one for which there is no room, which Ctrl-C ends.  ``meanwhile``:
+    another thread calls it while that one waits.
+    """
     calls, pool = 0, running_pool()
     seen = collections.deque(maxlen=8)
 
@@ -50,6 +52,7 @@ def call_until_interrupted(call):
         pause = 0.0
         while not over.wait(pause):
             assert wait_for(is_stuck, seconds=20)
+            meanwhile()
             press()
             pause = 0.5
 
@@ -107,8 +110,10 @@ def test_row_22_ctrl_c_while_a_jitted_step_is_sent(tmp_path):
         return count + 0
 
     step()
+    are_there = []
     with busy(tmp_path / "open", [2]):
-        calls = call_until_interrupted(step)
+        calls = call_until_interrupted(step, lambda: are_there.append(count._handle is not None))
+    assert set(are_there) == {True}, "other threads can use it all the time"
     assert within(5, lambda: int(count)).value == calls + 2
     assert weight.grad.tolist() == [0, 1, 2]
     assert int(step()) == calls + 3

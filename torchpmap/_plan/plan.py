@@ -22,7 +22,7 @@ from torchpmap._base.errors import kind_of
 from torchpmap._base.pytree import Structure
 from torchpmap._layout.axis_stack import Partition
 from torchpmap._layout.layout import Layout
-from torchpmap._runtime.base import Handle, Team
+from torchpmap._runtime.base import GiveUp, Handle, Team
 from torchpmap._runtime.defining import define
 from torchpmap._sharded.device_put import handle_of
 from torchpmap._sharded.tensor import ShardedTensor, gather
@@ -202,7 +202,7 @@ class Plan:
         self,
         held: list[Handle],
         captured: Sequence[Handle] | None = None,
-        give_up: Callable[[], None] | None = None,
+        give_up: GiveUp | None = None,
     ) -> Called:
         """``run``, and return only the outputs, after the checks of ``check_replicated``."""
         outputs = self._checked(self.run(held, captured, give_up))
@@ -212,7 +212,7 @@ class Plan:
         self,
         held: list[Handle],
         captured: Sequence[Handle] | None = None,
-        give_up: Callable[[], None] | None = None,
+        give_up: GiveUp | None = None,
     ) -> list[Handle]:
         """Start it on stored blocks, without waiting; handles of its outputs, checks and
         residuals.

@@ -55,6 +55,9 @@ class Handle(Protocol):
         """A number that is not smaller than that of any value computed before."""
 
 
+GiveUp = Callable[[Sequence[Handle]], None]
+
+
 class Runtime(Protocol):
     """One pool of devices.  Every method may be called from any thread."""
 
@@ -110,13 +113,14 @@ class Runtime(Protocol):
         plan_id: int,
         held: list[Any],
         num_outputs: int,
-        give_up: Callable[[], None] | None = None,
+        give_up: GiveUp | None = None,
     ) -> list[Handle]:
         """The outputs of a plan, which is started on stored values without waiting for it; raises
         if a value is known to be lost.
 
         When nothing can prevent the start, ``held`` is emptied, and ``give_up`` is called, which
-        drops the caller's references to donated values.  A value to which nothing else refers is
+        drops the caller's references to donated values; it is given the outputs if a command makes
+        them later, or else nothing.  A value to which nothing else refers is
         freed after its last use in the call.  ``held`` gets the outputs: also if Ctrl-C comes while
         this waits for room, as the call is sent nevertheless.
         """

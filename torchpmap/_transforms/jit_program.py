@@ -297,17 +297,17 @@ class Program:
         """Run a plan, with its effects: the results, and what follows the effects."""
         targets = [target.of(tensors) for target in self._written]
         graded = [target.of(tensors) for target in self._graded]
-        alone = [x for x in targets if type(x) is ShardedTensor and not is_linked(x)]
-
+        pairs = enumerate(targets, self._num_results)
+        alone = [(k, x) for k, x in pairs if type(x) is ShardedTensor and not is_linked(x)]
         is_given_up = False
 
-        def give_up() -> None:
+        def give_up(made: Sequence[Handle]) -> None:
             nonlocal is_given_up
             is_given_up = True
             for leaf in (*graded, *(target.of(tensors) for target in self._cleared)):
                 leaf.grad = None
-            for each in alone:
-                each._handle = None
+            for k, each in alone:  # at once, as other threads may use it
+                each._handle = made[k] if made else None
 
         outputs, num = plan.outputs, self._num_results
         numbers_before = [held[place] for place in self._counted]
@@ -405,10 +405,10 @@ def _write_all(
     for target, layout, handle in zip(targets, layouts, handles, strict=True):
         if type(target) is not ShardedTensor:
             plain.append((target, layout, handle))
-        elif target._handle is None:
-            target._layout, target._handle = layout, handle
-        else:
+        elif is_linked(target):
             write(target, handle)
+        else:
+            target._layout, target._handle = layout, handle
     try:
         increment_version(targets)
     except RuntimeError:  # tensors of inference mode have no version

@@ -51,7 +51,7 @@ from torchpmap._plan.plan import Called
 from torchpmap._plan.stages import Lowered
 from torchpmap._plan.uncompiled import UncompiledPlan
 from torchpmap._runtime import inline_mode
-from torchpmap._runtime.base import Handle, Runtime
+from torchpmap._runtime.base import GiveUp, Handle, Runtime
 from torchpmap._runtime.current import expect_compiling
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.device_put import handles_of
@@ -334,15 +334,13 @@ class Mapped(Made, Generic[_P, _R]):
             return make_sharded(direct.outputs[0], handles[0])
         return direct.tree(make_all(direct.outputs, handles))
 
-    def _run_checked(
-        self, prepared: Prepared, leaves: list[Any], give_up: Callable[[], None] | None
-    ) -> Any:
+    def _run_checked(self, prepared: Prepared, leaves: list[Any], give_up: GiveUp | None) -> Any:
         """The call if the outputs need checks, or gradients of captured tensors may follow."""
         called = _called(prepared, leaves, give_up)
         if called.requires_grad and torch.is_grad_enabled():
             return self._run_differentiated(prepared, leaves, called)
         if give_up is not None:
-            give_up()
+            give_up(())
         return called.tree([make_sharded(layout, handle) for layout, handle in called.outputs])
 
     def _run_differentiated(
@@ -365,13 +363,13 @@ class Mapped(Made, Generic[_P, _R]):
         results = call_differentiable(differentiable, leaves, done)
         return (differentiable.plan.tree if done is None else done.tree)(results)
 
-    def _giving_up(self, prepared: Prepared, leaves: Sequence[Any]) -> Callable[[], None] | None:
+    def _giving_up(self, prepared: Prepared, leaves: Sequence[Any]) -> GiveUp | None:
         """What takes the donated arguments from the caller; None if there are none."""
         if not prepared.donated:
             return None
         refuse_aliased_donation(self._options.prefix, prepared.paths, prepared.donated, leaves)
 
-        def give_up() -> None:
+        def give_up(_: Sequence[Handle]) -> None:
             for position in prepared.donated:  # places among the leaves that travel
                 if type(leaves[position]) is ShardedTensor:
                     leaves[position]._consume(f"{self._options.prefix}, which it was donated to")
@@ -379,9 +377,7 @@ class Mapped(Made, Generic[_P, _R]):
         return give_up
 
 
-def _called(
-    prepared: Prepared, leaves: Sequence[Any], give_up: Callable[[], None] | None = None
-) -> Called:
+def _called(prepared: Prepared, leaves: Sequence[Any], give_up: GiveUp | None = None) -> Called:
     plan, layouts = prepared.plan, prepared.layouts
     if isinstance(plan, UncompiledPlan):
         return plan.call(leaves, layouts)

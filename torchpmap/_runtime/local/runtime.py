@@ -12,7 +12,7 @@ import pickle
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import repeat
@@ -25,7 +25,7 @@ from torchpmap._base.devices import PLATFORMS, enumerate_devices
 from torchpmap._base.ending import sleep_if_ending
 from torchpmap._base.errors import FORKED, POOL_CLOSED, RuntimeClosed
 from torchpmap._runtime import wire
-from torchpmap._runtime.base import Handle, Team
+from torchpmap._runtime.base import GiveUp, Handle, Team
 from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._runtime.local.blocks import Stored, block_frames, free_blocks, store_blocks
 from torchpmap._runtime.local.incidents import Era
@@ -111,7 +111,7 @@ class LocalRuntime:
         plan_id: int,
         held: list[Any],
         num_outputs: int,
-        give_up: Callable[[], None] | None = None,
+        give_up: GiveUp | None = None,
     ) -> list[Handle]:
         return self._pool.in_order(self._send_call, team, plan_id, held, num_outputs, give_up)
 
@@ -121,15 +121,13 @@ class LocalRuntime:
         plan_id: int,
         held: list[Any],
         num_outputs: int,
-        give_up: Callable[[], None] | None,
+        give_up: GiveUp | None,
     ) -> list[Handle]:
         pool, sockets = self._pool, team.sockets
         if self._lossy:
             self._refuse_lost(held)
         inputs = [handle.id for handle in held]
         held.clear()  # perhaps the last references: such inputs are released with this call
-        if give_up is not None:
-            give_up()
         era = self._incidents.era
         seq = pool.seq = pool.seq + 1
         out = self._next_handle
@@ -140,16 +138,22 @@ class LocalRuntime:
                 pool.limit(seq, team.ranks, *limit)
         freed: list[int] = []
         try:
+            # map: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
+            made: Iterable[_Stored] = map(
+                _Stored, range(out, out + num_outputs), repeat(seq), repeat(team), repeat(era)
+            )
+            if give_up is not None:
+                made = outputs = list(made)  # else later, when the workers have begun
+                give_up(outputs)
             take(team.released, freed)
             ints = (plan_id, out, len(inputs), *inputs, *freed)
             message = _packer(len(ints))(8 * len(ints), wire.CALL, seq, *ints)
             pool.outbox.post(sockets, (message,) * len(sockets))
-            # map: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
-            held += list(
-                map(_Stored, range(out, out + num_outputs), repeat(seq), repeat(team), repeat(era))
-            )
+            held += list(made)
             return held
         except BaseException:  # Ctrl-C: the workers make values that no caller gets
+            if give_up is not None:
+                give_up(())
             team.released.extend(range(out, out + num_outputs))
             team.released.extend(freed)  # freeing twice does no harm
             raise

@@ -36,7 +36,7 @@ from torchpmap._base.torch_internals import (
 )
 from torchpmap._layout.axis_stack import group_name
 from torchpmap._runtime import wire
-from torchpmap._runtime.base import Handle, Team
+from torchpmap._runtime.base import GiveUp, Handle, Team
 from torchpmap._runtime.completion import Completion
 from torchpmap._runtime.executor import Executor
 from torchpmap._runtime.groups.process_groups import Groups, RankPartition
@@ -293,7 +293,7 @@ class TorchrunRuntime:
         plan_id: int,
         held: list[Any],
         num_outputs: int,
-        give_up: Callable[[], None] | None = None,
+        give_up: GiveUp | None = None,
     ) -> list[Handle]:
         self._lock.acquire()  # "with" takes twice as long
         try:
@@ -303,7 +303,7 @@ class TorchrunRuntime:
             blocks = [handle.block for handle in held]
             held.clear()
             if give_up is not None:
-                give_up()
+                give_up(())
             try:
                 if self._completion is not None:
                     results = self._launch(plan, blocks, self._completion)
