@@ -44,7 +44,6 @@ HABITS = [
     (lambda: tp.random.bits(KEY, (2,), "uint8"), "expected torch.uint8."),
     (lambda: tp.random.normal(KEY, (2,), "bf16"),
      "got the string 'bf16' for the dtype, expected a torch.dtype (float32,"),
-    (lambda: tp.random.normal(KEY, (2,), torch.int32), "got dtype torch.int32, expected float32"),
 ]  # fmt: skip
 
 
