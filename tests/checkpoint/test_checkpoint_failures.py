@@ -201,19 +201,54 @@ def test_killed_at_any_moment(tmp_path):
     assert int(done.stdout.split()[0]) > 10
 
 
+SECOND = """
+import sys, torchpmap as tp
+try:
+    tp.checkpoint.save(sys.argv[1], 3)
+except tp.CheckpointError as error:
+    print(error)
+"""
+
+
 def test_a_second_process_that_saves_to_the_folder_is_refused(tmp_path):
-    """The lock belongs to an open file, so two saves of one process show what two processes do."""
     save(tmp_path / "c", 1)
     finish = begin(tmp_path / "c", 2)
     for _ in range(2):
-        with pytest.raises(tp.CheckpointError, match=r"another process saves to .*/c\. Wait until"):
-            begin(tmp_path / "c", 3)
+        told = run_program("-c", SECOND, str(tmp_path / "c"), TORCHPMAP_RUNTIME="inline").stdout
+        assert f"another process saves to {tmp_path}/c. Wait until it is done" in told
     assert load(tmp_path / "c") == 1
     finish()
     assert load(tmp_path / "c") == 2
-    begin(tmp_path / "c", 3)()
+    run_program("-c", SECOND, str(tmp_path / "c"), TORCHPMAP_RUNTIME="inline")
     assert load(tmp_path / "c") == 3
     assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_save_replaces_one_of_its_process_that_has_not_ended(tmp_path):
+    """As that of a signal handler does, in which the handler's must succeed."""
+    finish = begin(tmp_path / "c", {"w": rows(WHOLE[:4])})
+    save(tmp_path / "c", 2)
+    with pytest.raises(tp.CheckpointError, match="could not be saved"):
+        finish()
+    assert load(tmp_path / "c") == 2
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_forked_child_does_not_keep_the_folder(tmp_path):
+    finish = begin(tmp_path / "c", 1)
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(ours, 1)
+        os._exit(0)
+    finish()
+    told = run_program("-c", SECOND, str(tmp_path / "c"), TORCHPMAP_RUNTIME="inline").stdout
+    os.write(theirs, b"x")
+    os.waitpid(child, 0)
+    os.close(ours)
+    os.close(theirs)
+    assert told == ""
+    assert load(tmp_path / "c") == 3
 
 
 def test_between_the_renames_the_old_one_is_found(tmp_path):

@@ -1025,3 +1025,50 @@ def test_what_changes_beside_a_tensor_is_named():
     f = tp.jit(f, compile=EAGER, fullgraph=True)
     with pytest.raises(tp.TraceError, match=r"changes what is none \(an item of a list\)"):
         f(torch.ones(4))
+
+
+def test_a_wrapper_that_looks_like_torchs_changes_what_is_the_users():
+    calls, state = 0, {}
+
+    @functools.wraps(torch.nn.functional.silu)
+    def counting(x):
+        nonlocal calls
+        calls += 1
+        state["last"] = x * 2
+        return x + 1
+
+    f = tp.jit(lambda x: counting(x), compile=EAGER)
+    for _ in range(3):
+        f(torch.ones(4))
+    assert calls == 3
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_thread_that_uses_what_a_step_writes(monkeypatch, reads):
+    """A view that it takes sees the step's write, and what it writes is not undone by the step."""
+    w, seen = tp.replicate(torch.ones(3)), []
+
+    @tp.jit(compile=EAGER)
+    def step(x):
+        w.add_(x)
+        return x * 2
+
+    x = tp.replicate(torch.ones(3))
+    step(x)
+    kind = type(w._handle.team.runtime)
+    execute = kind.execute
+
+    def executed(runtime, team, plan, held, num, give_up=None):
+        results = execute(runtime, team, plan, held, num, give_up)
+        if give_up is not None:  # the call is sent, and may wait for room
+            act = (lambda: seen.append(w[0])) if reads else (lambda: w.mul_(0))
+            thread = threading.Thread(target=act)
+            thread.start()
+            thread.join()
+        return results
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "execute", executed)
+        step(x)
+    assert w.tolist() == [3 if reads else 0] * 3
+    assert all(view.item() == 3 for view in seen)

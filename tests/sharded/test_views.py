@@ -414,6 +414,27 @@ def test_threads_may_write_to_parts_of_one_tensor(monkeypatch, name, write):
     assert x.tolist() == [[0] * 3, [1] * 3, [2] * 3, [0] * 3]
 
 
+def test_a_reader_does_not_wait_for_a_write(monkeypatch):
+    x, y = on_mesh(torch.zeros(4, 3), ("i",)), on_mesh(torch.zeros(4), ("i",))
+    has_read = []
+
+    def held(*given):
+        monkeypatch.undo()
+        reader = Thread(target=lambda: has_read.append((y.detach(), y[1], x.detach())))
+        reader.start()
+        reader.join(20)
+        has_read.append(not reader.is_alive())
+        return real(*given)
+
+    real = pkgutil.resolve_name("torchpmap._sharded.views._laid_out")
+    row = x[1]
+    monkeypatch.setattr("torchpmap._sharded.views._laid_out", held)
+    row.add_(1)
+    (_, _, whole), is_done = has_read
+    assert is_done
+    assert whole.tolist() == [[0] * 3, [1] * 3, [0] * 3, [0] * 3]
+
+
 @pytest.mark.parametrize(
     ("name", "view"),
     [

@@ -81,6 +81,9 @@ class Platform:
     (see ``_trace/buckets``); None: all sums of a collective go together, as nothing runs beside
     them.
     """
+    variables: tuple[str, ...] = ()
+    """Environment variables that list the visible devices; of those that are set the first counts.
+    """
     is_default = True
     """Whether a host that has such devices uses them without being asked to."""
     owned: Owned | None = None
@@ -225,9 +228,6 @@ class Accelerator(Platform):
     bucket_bytes = 25 * 2**20
     _copying: Any = None
     """The stream of large copies from the host."""
-    variables: tuple[str, ...]
-    """Environment variables that list the visible devices; of those that are set the first counts.
-    """
 
     def environment(self, rank: int) -> dict[str, str]:
         listed = self._listed()

@@ -16,6 +16,7 @@ from torchpmap._base.errors import kind_of
 from torchpmap._base.torch_internals import LEVEL, forward_state, lazy_bits, untraced
 from torchpmap._layout.common_grid import common_grid
 from torchpmap._layout.layout import Layout
+from torchpmap._runtime.base import Handle
 from torchpmap._sharded.arguments import is_by_columns, occurrences
 from torchpmap._sharded.draws import (
     FROM_VALUES,
@@ -35,7 +36,7 @@ from torchpmap._sharded.trial import insist_on_kind
 from torchpmap._sharded.views import (
     host_copies,
     share_values,
-    write,
+    write_all,
 )
 
 
@@ -50,6 +51,7 @@ def run_on_host(
     if is_drawn(func, args, operands):
         return draw(func, args, kwargs)
     layouts = [operand._alive()[0] for operand in operands]
+    before = [target._handle for target in targets]
     if func in FROM_VALUES and not all(map(is_whole_here, layouts)):
         return draw_from_whole(func, args, kwargs, operands)
     are_together = len({layout.ranks for layout in layouts}) == 1
@@ -72,7 +74,7 @@ def run_on_host(
     host_args, host_kwargs = exchanged((args, kwargs), gathered)
     result = on_host(func)(*host_args, **host_kwargs)
     if targets:
-        _write_back(func, targets, gathered)
+        _write_back(func, targets, before, gathered)
         originals = {id(gathered[id(target)]): target for target in targets}
         return exchanged(result, originals)
     return result
@@ -118,12 +120,16 @@ def _copy(operand: Any) -> torch.Tensor:
     return copy.copy_(host)
 
 
-def _write_back(func: Any, targets: Sequence[Any], gathered: dict[int, torch.Tensor]) -> None:
+def _write_back(
+    func: Any,
+    targets: Sequence[Any],
+    before: Sequence[Handle],
+    gathered: dict[int, torch.Tensor],
+) -> None:
     for target in targets:
         insist_on_kind(func, target, gathered[id(target)])
-    for target in targets:
-        handle = send_again(target._layout, gathered[id(target)], f"what {func} writes")
-        write(target, handle)
+    what = f"what {func} writes"
+    write_all(targets, before, [send_again(x._layout, gathered[id(x)], what) for x in targets])
 
 
 def is_recorded(x: torch.Tensor) -> bool:

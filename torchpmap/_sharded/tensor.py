@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -72,8 +71,8 @@ from torchpmap._sharded.transfer import (
     store,
 )
 from torchpmap._sharded.views import (
+    Changed,
     check_writable,
-    in_turn,
     is_row,
     is_taken_as_grad,
     link_alias,
@@ -81,10 +80,9 @@ from torchpmap._sharded.views import (
     share_values,
     twin_of,
     unlink,
-    write,
+    write_all,
 )
 
-_FREE = nullcontext()
 _aten = torch.ops.aten
 _SHARING = frozenset({_aten.detach.default, _aten.alias.default, _aten.clone.default})
 """Operations whose result is the same immutable value: nothing moves."""
@@ -249,16 +247,15 @@ class ShardedTensor(Remote):
                 f"{type(value).__name__}. Put it on the devices first (torchpmap.device_put, "
                 "torchpmap.replicate), or write the numbers: x.copy_(value)."
             )
-        value._alive()
+        layout, handle = value._alive()
         if value is self:
             return
-        with in_turn:
-            old = None if self._layout is None else self._twin()
-            _data.__set__(self, value)  # shape and dtype, and what torch checks
-            if old is not None:
-                unlink(self, old)
-            self._layout, self._handle = value._alive()
-            link_alias(self, value)
+        old = None if self._layout is None else self._twin()
+        _data.__set__(self, value)  # shape and dtype, and what torch checks
+        if old is not None:
+            unlink(self, old)
+        self._layout, self._handle = layout, handle
+        link_alias(self, value)
 
     # -- to the host -------------------------------------------------------------------------------
 
@@ -306,7 +303,7 @@ class ShardedTensor(Remote):
         return host_copy(self).flat
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        layout, _ = self._alive()
+        layout, handle = self._alive()
         if num_modes():
             super().__setitem__(index, value)
             return
@@ -318,15 +315,18 @@ class ShardedTensor(Remote):
         ):
             super().__setitem__(index, value)
             return
-        with in_turn:
-            check_writable(self)
-            host = gather(*self._alive())
+        check_writable(self)
+        if self.is_inference() and not _is_inference():
+            self.copy_(gather(layout, handle))  # torch's error
+        while True:
+            host = gather(layout, handle)
             note_gather(_aten.index_put_.default, host.nbytes)
             host[index] = value
-            if self.is_inference() and not _is_inference():
-                self.copy_(host)  # torch's error
             torch.autograd.graph.increment_version(self)
-            write(self, store(layout, host))  # copy_ would hold the value thrice
+            try:  # copy_ would hold the value thrice
+                return write_all([self], [handle], [store(layout, host)])
+            except Changed:
+                layout, handle = self._alive()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         if self.dim() == 0:
@@ -401,18 +401,13 @@ class ShardedTensor(Remote):
                 return func(*args, **kwargs)
         written = written_values(func, args, kwargs) if facts.writes else ()
         targets = [target for target in written if type(target) is ShardedTensor]
-        with in_turn if targets or func.is_view else _FREE:
-            for target in targets:
-                check_writable(target)
-            if len(targets) < 2 or not share_values(targets, occurrences(cls, args, kwargs)):
-                found = operation_for(cls, func, args, kwargs)
-                if found is not None:
-                    return _on_devices(*found, func, args, kwargs)
-                if func in INDEXING and type(args[0]) is cls:
-                    other = without_masks(func, args, args[0]._alive()[0])
-                    if other is not None:
-                        return other[0](*other[1])
-            return run_on_host(cls, func, args, kwargs, targets)
+        for target in targets:
+            check_writable(target)
+        while True:
+            try:
+                return _run(cls, func, args, kwargs, targets)
+            except Changed:
+                continue
 
 
 _data: Any = torch.Tensor.data
@@ -459,6 +454,19 @@ def make_all(layouts: Sequence[Layout], handles: Sequence[Handle]) -> list[Shard
     return tensors
 
 
+def _run(cls: Any, func: Any, args: Any, kwargs: dict[str, Any], targets: list[Any]) -> Any:
+    """``func``, which writes to ``targets``, on the devices or in this process."""
+    if len(targets) < 2 or not share_values(targets, occurrences(cls, args, kwargs)):
+        found = operation_for(cls, func, args, kwargs)
+        if found is not None:
+            return _on_devices(*found, func, args, kwargs)
+        if func in INDEXING and type(args[0]) is cls:
+            other = without_masks(func, args, args[0]._alive()[0])
+            if other is not None:
+                return other[0](*other[1])
+    return run_on_host(cls, func, args, kwargs, targets)
+
+
 def _shared(func: Any, source: ShardedTensor, memory_format: Any) -> ShardedTensor:
     """``detach``, ``alias`` and ``clone``."""
     if func is not _aten.clone.default and not is_taken_as_grad():
@@ -473,10 +481,11 @@ def _on_devices(
     written = [operands[position] for position in operation.trial.written]
     if written:
         check_overlap(func, written, operands)
+    read = written or args[:1]
+    before = [x._handle for x in read if type(x) is ShardedTensor]
     started = start(operation, ShardedTensor, operands)
     if written:
-        for target, (_, handle) in zip(written, started, strict=False):
-            write(target, handle)
+        write_all(written, before, [handle for _, handle in started[: len(written)]])
         made = [make_sharded(*x) for x in started[len(written) :]]
         return operation.trial.result([*written, *made])
     strides: Any = None
@@ -487,5 +496,5 @@ def _on_devices(
     pairs = zip(started, strides or [None] * len(started), strict=True)
     results = [make_sharded(*x, strides=theirs) for x, theirs in pairs]
     if func.is_view:
-        link_view(results, args[0], func, args[1:])
+        link_view(results, args[0], before[0], func, args[1:])
     return operation.trial.result(results)

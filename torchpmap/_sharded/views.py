@@ -14,6 +14,7 @@ must not keep the autograd graph alive that it was detached from.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import Counter
@@ -32,10 +33,18 @@ from torchpmap._sharded.unforeseen import name_of
 
 _aten = torch.ops.aten
 
-in_turn = threading.RLock()
-"""Held while a tensor gets its value and its links, and while one is written to: what another
-thread writes meanwhile would be lost, or not seen by a view.
-"""
+_in_turn = threading.RLock()
+"""Held by a thread that writes: it makes the new value of a whole from the old one and a part."""
+_linking = threading.RLock()
+"""Held for moments, while links change."""
+for _lock in (_in_turn, _linking):
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+class Changed(Exception):
+    """Another thread has written to a tensor since its value was read: what was made of it would
+    undo that.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +60,11 @@ class _View:
         return self.func(parent, *self.args)
 
 
-def link_view(results: Sequence[Any], parent: Any, func: Any, args: Sequence[Any]) -> None:
+def link_view(
+    results: Sequence[Any], parent: Any, handle: Handle | None, func: Any, args: Sequence[Any]
+) -> None:
     """Note that ``results`` are views of ``parent``, each by an operation with one result: of a cut
-    dim, one with several gathers all.
+    dim, one with several gathers all.  ``handle``: the value of the parent that they were taken of.
     """
     end = 0
     for number, result in enumerate(results):
@@ -65,8 +76,10 @@ def link_view(results: Sequence[Any], parent: Any, func: Any, args: Sequence[Any
             start, end = end, end + result.shape[dim]
             view = _aten.slice.Tensor, (dim, start, end)
         result._view = _View(parent, *view)
-    children = [child for child in getattr(parent, "_views", ()) if child() is not None]
-    parent._views = [*children, *map(weakref.ref, results)]
+    with _linking:
+        children = [child for child in getattr(parent, "_views", ()) if child() is not None]
+        parent._views = [*children, *map(weakref.ref, results)]
+    _catch_up(parent, handle)
 
 
 def view_of(tensor: Any) -> _View | None:
@@ -97,9 +110,8 @@ def is_taken_as_grad() -> bool:
 
 def twin_of(tensor: Any) -> Any:
     """A tensor that shares its value, now and after every write."""
-    with in_turn:
-        twin = tensor._twin()
-        link_alias(twin, tensor)
+    twin = tensor._twin()
+    link_alias(twin, tensor)
     return twin
 
 
@@ -109,35 +121,38 @@ def link_alias(twin: Any, original: Any) -> None:
     A twin of a view is a view of the parent's twin, because the parent itself may hold an autograd
     graph.
     """
-    view = view_of(original)
-    if view is not None:
-        parent = twin_of(view.parent)
-        twin._view = replace(view, parent=parent)
-        parent._views = [weakref.ref(twin)]
-    aliases = getattr(original, "_aliases", None)
-    if aliases is None:
-        aliases = original._aliases = [weakref.ref(original)]
-    aliases[:] = [*(each for each in aliases if each() is not None), weakref.ref(twin)]
-    twin._aliases = aliases
+    with _linking:
+        view = view_of(original)
+        if view is not None:
+            parent = twin_of(view.parent)
+            twin._view = replace(view, parent=parent)
+            parent._views = [weakref.ref(twin)]
+        aliases = getattr(original, "_aliases", None)
+        if aliases is None:
+            aliases = original._aliases = [weakref.ref(original)]
+        aliases[:] = [*(each for each in aliases if each() is not None), weakref.ref(twin)]
+        twin._aliases = aliases
+    _catch_up(original, twin._handle)
 
 
 def unlink(tensor: Any, old: Any) -> None:
     """Take a tensor out of all links, before it gets another value; ``old``, a new tensor of its
     value, takes its place in them.
     """
-    for name in ("_aliases", "_view", "_views"):
-        if hasattr(tensor, name):
-            setattr(old, name, getattr(tensor, name))
-            delattr(tensor, name)
-    view = getattr(old, "_view", None)
-    for kept in (getattr(old, "_aliases", None), view and view.parent._views):
-        if kept is not None:
-            kept[:] = [
-                *(reference for reference in kept if reference() is not tensor),
-                weakref.ref(old),
-            ]
-    for view in _views(old):
-        view._view = replace(view._view, parent=old)
+    with _linking:
+        for name in ("_aliases", "_view", "_views"):
+            if hasattr(tensor, name):
+                setattr(old, name, getattr(tensor, name))
+                delattr(tensor, name)
+        view = getattr(old, "_view", None)
+        for kept in (getattr(old, "_aliases", None), view and view.parent._views):
+            if kept is not None:
+                kept[:] = [
+                    *(reference for reference in kept if reference() is not tensor),
+                    weakref.ref(old),
+                ]
+        for view in _views(old):
+            view._view = replace(view._view, parent=old)
 
 
 def aliases_of(tensor: Any) -> list[Any]:
@@ -173,11 +188,12 @@ def is_linked(tensor: Any) -> bool:
     has_links = hasattr(tensor, "_aliases") or hasattr(tensor, "_views") or hasattr(tensor, "_view")
     if not has_links:
         return False
-    if len(linked(tensor)) > 1:
-        return True
-    for name in ("_aliases", "_views"):  # the others are gone: nothing to ask the next time
-        if hasattr(tensor, name):
-            delattr(tensor, name)
+    with _linking:
+        if len(linked(tensor)) > 1:
+            return True
+        for name in ("_aliases", "_views"):  # the others are gone: nothing to ask the next time
+            if hasattr(tensor, name):
+                delattr(tensor, name)
     return False
 
 
@@ -237,15 +253,40 @@ def _check_back(view: _View, tensor: Any) -> None:
 
 def write(target: Any, handle: Handle) -> None:
     """Give ``target`` a new value, and with it every tensor linked to it."""
-    with in_turn, torch.no_grad():
+    with _in_turn, torch.no_grad():
         _spread(target, handle, set())
 
 
+def write_all(
+    targets: Sequence[Any], before: Sequence[Handle | None], handles: Sequence[Handle]
+) -> None:
+    """``write`` for several, whose new values were made when they had those ``before``.
+
+    Raises:
+        Changed: they have others now.
+    """
+    with _in_turn:
+        if any(x._handle is not was for x, was in zip(targets, before, strict=True)):
+            raise Changed
+        for target, handle in zip(targets, handles, strict=True):
+            write(target, handle)
+
+
+def _catch_up(tensor: Any, handle: Handle | None) -> None:
+    """Let a new link of a tensor get what another thread has written since ``handle`` was read."""
+    now = tensor._handle
+    if now is not handle and now is not None:
+        write(tensor, now)
+
+
 def _spread(tensor: Any, value: Handle, done: set[int]) -> None:
-    alike = [alias for alias in aliases_of(tensor) if alias._layout is not None]
-    for alias in alike:
-        alias._handle = value
-        done.add(id(alias))
+    alike: list[Any] = []
+    # until no other thread has made another alias meanwhile
+    while more := [x for x in aliases_of(tensor) if x._layout is not None and id(x) not in done]:
+        for alias in more:
+            alias._handle = value
+            done.add(id(alias))
+        alike += more
     for alias in alike:
         for view in _views(alias):
             if id(view) not in done:

@@ -152,7 +152,9 @@ class Snapshot:
         for each in objects:
             is_users = not isinstance(each, also)
             if isinstance(each, FunctionType):  # a trace replaces some of torch's for a while
-                is_users = not is_foreign(each.__module__)
+                # a wrapper has the name of another module, with functools.wraps
+                modules = each.__module__, each.__globals__.get("__name__")
+                is_users = not all(map(is_foreign, modules))
             if isinstance(each, own) or is_holder(type(each)):
                 self._add(each, _DEPTH, None, is_users)
             elif not isinstance(each, type):

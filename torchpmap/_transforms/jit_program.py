@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -28,7 +29,7 @@ from torchpmap._sharded.global_view import check_host_values
 from torchpmap._sharded.spread import NotOnBlocks
 from torchpmap._sharded.tensor import ShardedTensor, make_all
 from torchpmap._sharded.transfer import gather
-from torchpmap._sharded.views import is_linked, linked, write
+from torchpmap._sharded.views import Changed, is_linked, linked, write, write_all
 from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.graphs import results_of
 from torchpmap._trace.untraceable import Untraceable
@@ -299,11 +300,14 @@ class Program:
         graded = [target.of(tensors) for target in self._graded]
         pairs = enumerate(targets, self._num_results)
         alone = [(k, x) for k, x in pairs if type(x) is ShardedTensor and not is_linked(x)]
+        early: set[int] = set()
+        """Ids of the targets that have their new values already."""
         is_given_up = False
 
         def give_up(made: Sequence[Handle]) -> None:
-            nonlocal is_given_up
+            nonlocal is_given_up, early
             is_given_up = True
+            early = {id(x) for _, x in alone} if made else set()
             for leaf in (*graded, *(target.of(tensors) for target in self._cleared)):
                 leaf.grad = None
             for k, each in alone:  # at once, as other threads may use it
@@ -311,22 +315,31 @@ class Program:
 
         outputs, num = plan.outputs, self._num_results
         numbers_before = [held[place] for place in self._counted]
+
+        def change(written: Sequence[Any]) -> None:
+            self._change(written, early, graded, numbers_before, outputs[num:], held[num:])
+
         try:
             plan.run(held, None, give_up)
-        finally:  # Ctrl-C: else what was given up would be lost, though the call is sent
+        except BaseException:  # Ctrl-C: what was given up would be lost, though the call is sent
             if is_given_up and len(held) >= len(outputs):
-                self._change(targets, graded, numbers_before, outputs[num:], held[num:])
+                change([x if type(x) is ShardedTensor else None for x in targets])
+            raise
+        change(targets)
         return make_all(outputs[:num], held[:num]), held[len(outputs) :]
 
     def _change(
         self,
         targets: Sequence[Any],
+        early: Collection[int],
         graded: Sequence[Any],
         numbers_before: Sequence[Handle],
         outputs: Sequence[Layout],
         handles: Sequence[Handle],
     ) -> None:
-        """The effects of a call that was sent; the outputs are those after its results."""
+        """The effects of a call that was sent; the outputs are those after its results.  A target
+        that is None keeps its value.
+        """
         first, second = len(targets), len(targets) + len(numbers_before)
         grads = make_all(outputs[second:], handles[second : len(outputs)])
         for leaf, grad in zip(graded, grads, strict=True):
@@ -335,7 +348,7 @@ class Program:
             each.numbers.advance()
         for place, *made in zip(self._counted, numbers_before, handles[first:second], strict=True):
             self._inputs[place].follow(*made)
-        _write_all(targets, outputs[:first], handles[:first])
+        _write_all(targets, early, outputs[:first], handles[:first])
 
 
 class LoweredProgram(LoweredPlan):
@@ -398,21 +411,31 @@ def fixed_parts(tensors: Sequence[Any]) -> Any:
 
 
 def _write_all(
-    targets: Sequence[torch.Tensor], layouts: Sequence[Layout], handles: Sequence[Handle]
+    targets: Sequence[Any],
+    early: Collection[int],
+    layouts: Sequence[Layout],
+    handles: Sequence[Handle],
 ) -> None:
-    """Give tensors of the caller's their new values."""
+    """Give tensors of the caller's their new values; those of ids ``early`` have them."""
     plain = []
     for target, layout, handle in zip(targets, layouts, handles, strict=True):
+        if target is None:
+            continue
         if type(target) is not ShardedTensor:
             plain.append((target, layout, handle))
+        elif id(target) in early:
+            if is_linked(target):
+                with suppress(Changed):  # another thread has written to it since
+                    write_all([target], [handle], [handle])
         elif is_linked(target):
             write(target, handle)
         else:
             target._layout, target._handle = layout, handle
+    written = [x for x in targets if x is not None]
     try:
-        increment_version(targets)
+        increment_version(written)
     except RuntimeError:  # tensors of inference mode have no version
-        increment_version([x for x in targets if not x.is_inference()])
+        increment_version([x for x in written if not x.is_inference()])
     for target, layout, handle in plain:  # last, as to fetch them may raise
         with torch.no_grad():
             target.copy_(gather(layout, handle))

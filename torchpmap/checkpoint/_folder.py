@@ -132,6 +132,7 @@ class Folder:
         self.replaced = self.path.with_name(f".{self.path.name}.replaced")
         self._ours = ExitStack()
         """Removes what this process writes to, and closes the folders that it has locked."""
+        self._locked: list[int] = []
 
     def find(self) -> Path:
         """The checkpoint of this name, also between the two renames that replace it."""
@@ -155,6 +156,11 @@ class Folder:
                 "replaced. Choose another name, or remove it."
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        earlier = _unfinished.pop(self.growing, None)
+        if earlier is not None:  # of a save that failed, or that a signal handler has interrupted
+            earlier.discard()
+        _unfinished[self.growing] = self
+        self._ours.callback(_unfinished.pop, self.growing, None)
         for folder in (self.growing, self.path):  # a save that ends renames the first to the second
             if folder.is_dir():
                 self._lock(folder)
@@ -175,6 +181,7 @@ class Folder:
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             self._ours.callback(os.close, descriptor)
+            self._locked.append(descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_free = os.path.samestat(os.fstat(descriptor), os.stat(folder))
         except (BlockingIOError, FileNotFoundError):
@@ -186,6 +193,12 @@ class Folder:
                 f"torchpmap.checkpoint.save: another process saves to {self.path}. Wait until it "
                 "is done, or give each its own folder."
             )
+
+    def leave_to_parent(self) -> None:
+        """Close the locks in a forked child, which would hold them too."""
+        self._ours.pop_all()
+        for descriptor in self._locked:
+            os.close(descriptor)
 
     def discard(self) -> None:
         """Remove what was written so far."""
@@ -217,6 +230,19 @@ class Folder:
         _sync(self.path.parent)
         _remove(self.replaced)
         self._ours.close()
+
+
+_unfinished: dict[Path, Folder] = {}
+"""What this process writes to -> whose it is."""
+
+
+def _in_forked_child() -> None:
+    for folder in _unfinished.values():
+        folder.leave_to_parent()
+    _unfinished.clear()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def _remove(folder: Path) -> None:

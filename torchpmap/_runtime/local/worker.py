@@ -93,10 +93,12 @@ def main(args: WorkerArgs, fds: Fds) -> None:
             f"{platform.name} was initialised in the process that forks the workers, which cannot "
             "use it then. Something that Python imports at its start does that; it must not."
         )
-    # among the devices that there were at first; graphs name device 0 on every rank
-    shown = platform.environment(args.rank)
-    change_variables(args.variables)
-    os.environ.update(shown)
+    choosing = {
+        *platform.variables,
+        "CUDA_DEVICE_ORDER",
+    }  # the devices are those of the first start
+    change_variables({k: v for k, v in args.variables.items() if k not in choosing})
+    os.environ.update(platform.environment(args.rank))  # graphs name device 0 on every rank
     for name, value in platform.worker_settings.items():
         os.environ.setdefault(name, value)
     device = platform.open(0, args.rank)
