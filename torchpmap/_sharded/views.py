@@ -36,7 +36,7 @@ _aten = torch.ops.aten
 _in_turn = threading.RLock()
 """Held by a thread that writes: it makes the new value of a whole from the old one and a part."""
 _linking = threading.RLock()
-"""Held for moments, while links change."""
+"""Held for moments, while links change; a thread that has it never waits for the other one."""
 for _lock in (_in_turn, _linking):
     os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
@@ -122,17 +122,22 @@ def link_alias(twin: Any, original: Any) -> None:
     graph.
     """
     with _linking:
-        view = view_of(original)
-        if view is not None:
-            parent = twin_of(view.parent)
-            twin._view = replace(view, parent=parent)
-            parent._views = [weakref.ref(twin)]
-        aliases = getattr(original, "_aliases", None)
-        if aliases is None:
-            aliases = original._aliases = [weakref.ref(original)]
-        aliases[:] = [*(each for each in aliases if each() is not None), weakref.ref(twin)]
-        twin._aliases = aliases
+        _share(twin, original)
     _catch_up(original, twin._handle)
+
+
+def _share(twin: Any, original: Any) -> None:
+    view = view_of(original)
+    if view is not None:
+        parent = view.parent._twin()
+        _share(parent, view.parent)
+        twin._view = replace(view, parent=parent)
+        parent._views = [weakref.ref(twin)]
+    aliases = getattr(original, "_aliases", None)
+    if aliases is None:
+        aliases = original._aliases = [weakref.ref(original)]
+    aliases[:] = [*(each for each in aliases if each() is not None), weakref.ref(twin)]
+    twin._aliases = aliases
 
 
 def unlink(tensor: Any, old: Any) -> None:
