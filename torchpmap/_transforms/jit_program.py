@@ -115,7 +115,7 @@ class Program:
         self._inputs = [self._input(x, seed, place(x), traced) for x in traced.captured]
         self._inputs += [Value(Argument(k), place(x)) for k, x in enumerate(tensors)]
         self._check_equal(call, options, devices)
-        self._direct = list(map(_closed_over, self._inputs))
+        self._direct = [_direct(each, tensors) for each in self._inputs]
         inputs_of = {id(x): k for k, x in enumerate(traced.captured)}
         self._counted = [inputs_of[id(each.vector)] for each in traced.counted]
         """Places of the inputs that follow what a call returns."""
@@ -241,13 +241,16 @@ class Program:
         """Which arguments are another argument, or are closed over: the graph names a gradient by
         its tensor.
         """
+        ids = list(map(id, tensors))
+        if len(set(ids)) == len(ids) and self._own.keys().isdisjoint(ids):
+            return {}
         seen: dict[int, int] = {}
         found = {}
-        for k, x in enumerate(tensors):
-            if id(x) in self._own:
-                found[k] = -id(x)
-            elif seen.setdefault(id(x), k) != k:
-                found[k] = seen[id(x)]
+        for k, number in enumerate(ids):
+            if number in self._own:
+                found[k] = -number
+            elif seen.setdefault(number, k) != k:
+                found[k] = seen[number]
         return found
 
     def refuses(self, tensors: Sequence[torch.Tensor]) -> str | None:
@@ -273,15 +276,18 @@ class Program:
         plain = [*self._plain, *(x for x in tensors if type(x) is not ShardedTensor)]
         return SHARED if len({x.untyped_storage()._cdata for x in plain}) < len(plain) else None
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def run(self, tensors: Sequence[Any]) -> Any:
         held = [
-            each.handle(tensors) if same is None else same._handle
+            each.handle(tensors)
+            if same is None
+            else (tensors[same] if type(same) is int else same)._handle
             for same, each in zip(self._direct, self._inputs, strict=True)
         ]
         for target in self._required:
             target.of(tensors).requires_grad_()
-        if None in held:  # deleted, which this says
-            held = [each.handle(tensors) for each in self._inputs]
+        here = current_runtime()
+        if any(handle is None or handle.team.runtime is not here for handle in held):
+            held = [each.handle(tensors) for each in self._inputs]  # says what is gone
         if self._derivable is None or torch.is_inference_mode_enabled():
             results = list(self._start(tensors, self.plan, held)[0])
         else:
@@ -387,9 +393,13 @@ def _like(made: torch.Tensor, source: torch.Tensor | None) -> Layout | None:
     return source._alive()[0] if source.dtype == made.dtype else None
 
 
-def _closed_over(given: Any) -> Any:
-    """The tensor of an input that is the same in each call, and lies as it did in the first."""
+def _direct(given: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The tensor of an input that is the same in each call, or the place among ``tensors`` of one
+    on the devices, as it lies as it did in the first; None for other inputs.
+    """
     place = given.place if isinstance(given, Value) else None
+    if isinstance(place, Argument) and type(tensors[place.place]) is ShardedTensor:
+        return place.place
     return place.tensor if isinstance(place, ClosedOver) else None
 
 

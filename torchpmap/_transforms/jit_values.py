@@ -41,6 +41,8 @@ from torchpmap.random._streams import peek_key
 
 def leaf_key(leaf: Any) -> Hashable:
     """What must be the same of an argument for the same program."""
+    if type(leaf) is ShardedTensor and leaf.is_contiguous() and not leaf.requires_grad:
+        return leaf._layout or leaf._alive()[0]  # most are so: calls have hundreds of leaves
     if not isinstance(leaf, torch.Tensor):
         return exact(leaf)
     grad = leaf.requires_grad and (leaf.is_leaf or "computed")
