@@ -120,9 +120,9 @@ class Runtime(Protocol):
 
         When nothing can prevent the start, ``held`` is emptied, and ``give_up`` is called, which
         drops the caller's references to donated values; it is given the outputs if a command makes
-        them later, or else nothing.  A value to which nothing else refers is
-        freed after its last use in the call.  ``held`` gets the outputs: also if Ctrl-C comes while
-        this waits for room, as the call is sent nevertheless.
+        them later, or else nothing.  A value to which nothing else refers is freed after its last
+        use in the call.  ``held`` gets the outputs: also if Ctrl-C comes while this waits for room,
+        as the call is sent nevertheless.
         """
 
     def run_task(

@@ -481,8 +481,7 @@ def _on_devices(
     written = [operands[position] for position in operation.trial.written]
     if written:
         check_overlap(func, written, operands)
-    read = written or args[:1]
-    before = [x._handle for x in read if type(x) is ShardedTensor]
+    before = [x._handle for x in written or (args[:1] if func.is_view else ())]
     started = start(operation, ShardedTensor, operands)
     if written:
         write_all(written, before, [handle for _, handle in started[: len(written)]])

@@ -306,13 +306,11 @@ class Program:
         graded = [target.of(tensors) for target in self._graded]
         pairs = enumerate(targets, self._num_results)
         alone = [(k, x) for k, x in pairs if type(x) is ShardedTensor and not is_linked(x)]
-        early: set[int] = set()
-        """Ids of the targets that have their new values already."""
-        is_given_up = False
+        early: set[int] | None = None
+        """Ids of the targets that have their new values; None until they give up the old ones."""
 
         def give_up(made: Sequence[Handle]) -> None:
-            nonlocal is_given_up, early
-            is_given_up = True
+            nonlocal early
             early = {id(x) for _, x in alone} if made else set()
             for leaf in (*graded, *(target.of(tensors) for target in self._cleared)):
                 leaf.grad = None
@@ -323,12 +321,12 @@ class Program:
         numbers_before = [held[place] for place in self._counted]
 
         def change(written: Sequence[Any]) -> None:
-            self._change(written, early, graded, numbers_before, outputs[num:], held[num:])
+            self._change(written, early or (), graded, numbers_before, outputs[num:], held[num:])
 
         try:
             plan.run(held, None, give_up)
         except BaseException:  # Ctrl-C: what was given up would be lost, though the call is sent
-            if is_given_up and len(held) >= len(outputs):
+            if early is not None and len(held) >= len(outputs):
                 change([x if type(x) is ShardedTensor else None for x in targets])
             raise
         change(targets)

@@ -20,7 +20,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -130,9 +130,10 @@ class Folder:
         self.path = Path(os.path.abspath(os.fspath(path)))
         self.growing = self.path.with_name(f".{self.path.name}.saving")
         self.replaced = self.path.with_name(f".{self.path.name}.replaced")
-        self._ours = ExitStack()
-        """Removes what this process writes to, and closes the folders that it has locked."""
         self._locked: list[int] = []
+        """Descriptors of the folders that this process has locked."""
+        self._is_growing = False
+        """Whether this has made the folder to write to."""
 
     def find(self) -> Path:
         """The checkpoint of this name, also between the two renames that replace it."""
@@ -156,11 +157,10 @@ class Folder:
                 "replaced. Choose another name, or remove it."
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        earlier = _unfinished.pop(self.growing, None)
+        earlier = _unfinished.get(self.growing)
         if earlier is not None:  # of a save that failed, or that a signal handler has interrupted
             earlier.discard()
         _unfinished[self.growing] = self
-        self._ours.callback(_unfinished.pop, self.growing, None)
         for folder in (self.growing, self.path):  # a save that ends renames the first to the second
             if folder.is_dir():
                 self._lock(folder)
@@ -169,8 +169,8 @@ class Folder:
         for left in (self.replaced, self.growing):
             _remove(left)
         self.growing.mkdir(_FOLDER_MODE)
+        self._is_growing = True
         self._lock(self.growing)
-        self._ours.callback(shutil.rmtree, self.growing, ignore_errors=True)
 
     def _lock(self, folder: Path) -> None:
         """Keep other processes from saving here, until this save or this process has ended.
@@ -180,7 +180,6 @@ class Folder:
         """
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            self._ours.callback(os.close, descriptor)
             self._locked.append(descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_free = os.path.samestat(os.fstat(descriptor), os.stat(folder))
@@ -194,15 +193,19 @@ class Folder:
                 "is done, or give each its own folder."
             )
 
-    def leave_to_parent(self) -> None:
-        """Close the locks in a forked child, which would hold them too."""
-        self._ours.pop_all()
-        for descriptor in self._locked:
-            os.close(descriptor)
+    def leave(self) -> None:
+        """Let others save here; in a forked child, which has the locks too: let its parent."""
+        while self._locked:
+            os.close(self._locked.pop())
+        self._is_growing = False
+        if _unfinished.get(self.growing) is self:
+            del _unfinished[self.growing]
 
     def discard(self) -> None:
         """Remove what was written so far."""
-        self._ours.close()
+        if self._is_growing:
+            shutil.rmtree(self.growing, ignore_errors=True)
+        self.leave()
 
     def commit(self, table: bytes, files: Mapping[str, Mapping[str, int]]) -> None:
         """Write the table, after the other files, and give the folder its name.  ``files`` says how
@@ -229,7 +232,7 @@ class Folder:
         self.growing.rename(self.path)
         _sync(self.path.parent)
         _remove(self.replaced)
-        self._ours.close()
+        self.leave()
 
 
 _unfinished: dict[Path, Folder] = {}
@@ -237,9 +240,8 @@ _unfinished: dict[Path, Folder] = {}
 
 
 def _in_forked_child() -> None:
-    for folder in _unfinished.values():
-        folder.leave_to_parent()
-    _unfinished.clear()
+    for folder in tuple(_unfinished.values()):
+        folder.leave()
 
 
 os.register_at_fork(after_in_child=_in_forked_child)

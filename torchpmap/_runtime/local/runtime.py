@@ -137,7 +137,7 @@ class LocalRuntime:
             if limit is not None:
                 pool.limit(seq, team.ranks, *limit)
         freed: list[int] = []
-        is_given_up = False
+        undo: GiveUp | None = None
         try:
             # map: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
             made: Iterable[_Stored] = map(
@@ -145,17 +145,17 @@ class LocalRuntime:
             )
             if give_up is not None:
                 made = outputs = list(made)  # else later, when the workers have begun
-                is_given_up = True
+                undo = give_up
                 give_up(outputs)
             take(team.released, freed)
             ints = (plan_id, out, len(inputs), *inputs, *freed)
             message = _packer(len(ints))(8 * len(ints), wire.CALL, seq, *ints)
             pool.outbox.post(sockets, (message,) * len(sockets))
-            held += list(made)
+            held += made
             return held
         except BaseException:  # Ctrl-C: the workers make values that no caller gets
-            if give_up is not None and is_given_up:
-                give_up(())
+            if undo is not None:
+                undo(())
             team.released.extend(range(out, out + num_outputs))
             team.released.extend(freed)  # freeing twice does no harm
             raise

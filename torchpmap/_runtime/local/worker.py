@@ -93,10 +93,8 @@ def main(args: WorkerArgs, fds: Fds) -> None:
             f"{platform.name} was initialised in the process that forks the workers, which cannot "
             "use it then. Something that Python imports at its start does that; it must not."
         )
-    choosing = {
-        *platform.variables,
-        "CUDA_DEVICE_ORDER",
-    }  # the devices are those of the first start
+    # the variables that choose devices stay those by which the others were chosen
+    choosing = {*platform.variables, "CUDA_DEVICE_ORDER"}
     change_variables({k: v for k, v in args.variables.items() if k not in choosing})
     os.environ.update(platform.environment(args.rank))  # graphs name device 0 on every rank
     for name, value in platform.worker_settings.items():
