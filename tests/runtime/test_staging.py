@@ -488,6 +488,22 @@ def test_memory_that_ctrl_c_has_lost_is_found(monkeypatch):
     assert not landing.taken()
 
 
+def test_the_end_of_a_pool_frees_what_a_worker_was_still_to_write(pool, monkeypatch):
+    running, value = running_pool(), on_square(tp.P("x"))
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "answered", interrupted)
+    monkeypatch.setattr(running, "has_reached", lambda *_: False)
+    with pytest.raises(KeyboardInterrupt):
+        value.cpu()
+    tp.shutdown()
+    assert running.landing.fd == -1
+    with pytest.raises(tp.RuntimeClosed):
+        value.cpu()
+
+
 # What several hold --------------------------------------------------------------------------------
 
 

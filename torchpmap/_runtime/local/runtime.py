@@ -302,7 +302,8 @@ class LocalRuntime:
             is_done = self._pool.answered(pending, ranks, prints=self._pool.prints)
         except BaseException as cause:
             # a worker may still write there, unless nothing was sent; Ctrl-C may come at any time
-            if pending is not None or not isinstance(cause, Exception):
+            is_sent = pending is not None or not isinstance(cause, Exception)
+            if is_sent and not self._pool.ended:
                 seq = self._pool.seq if pending is None else pending.seq
                 self._lent.append((seq, ranks, landed))
             raise
@@ -394,6 +395,7 @@ class LocalRuntime:
 
     def close(self) -> None:
         self._pool.close(POOL_CLOSED)
+        self._lent.clear()
         _live.discard(self)
 
     # -- inside ------------------------------------------------------------------------------------
