@@ -53,7 +53,7 @@ from torchpmap._transforms.jit_program import (
 )
 from torchpmap._transforms.jit_stores import Look, Storing, storing
 from torchpmap._transforms.jit_transforms import Body, Outline
-from torchpmap._transforms.jit_values import JitCall, leaf_key
+from torchpmap._transforms.jit_values import JitCall, leaf_keys
 from torchpmap._transforms.mapped import NO_PART_OF_A_GRAPH, is_part, map_with, outside_dynamo
 from torchpmap._transforms.retraces import Retraces
 from torchpmap.random._streams import peek_key, streams_of
@@ -198,7 +198,7 @@ class Jitted(Made, Generic[_P, _R]):
             return None, ()  # a trace has a copy of each, and one lacks what is added to the other
 
     def _program(self, call: JitCall, make: Callable[..., Any]) -> _Found:
-        structure, kinds = call.structure, tuple(map(leaf_key, call.leaves))
+        structure, kinds = call.structure, leaf_keys(call.leaves)
         modes = torch.is_grad_enabled(), make is self._make
         key = structure, structure.dict_order, keyed(), modes, kinds
         runtime = current_runtime()

@@ -24,7 +24,7 @@ from torchpmap._trace.reach import SIMPLE
 from torchpmap._trace.snapshot import Slot, Snapshot
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms.jit_containers import Changes, may_change
-from torchpmap._transforms.jit_values import JitCall, leaf_key
+from torchpmap._transforms.jit_values import JitCall, leaf_keys
 
 _MAX_TRACES = 6
 """To find all places: a list that is shifted shows one more in each."""
@@ -69,7 +69,7 @@ class _State:
     def key(self) -> Hashable:
         """What must be the same for the same program."""
         structure, constants = self._structure, tuple(map(exact, self._template))
-        return structure, structure.dict_order, constants, tuple(map(leaf_key, self.tensors))
+        return structure, structure.dict_order, constants, leaf_keys(self.tensors)
 
     def values(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The same with other tensors."""

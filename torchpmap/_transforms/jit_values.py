@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import weakref
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -38,11 +39,23 @@ from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole_capture import reals
 from torchpmap.random._streams import peek_key
 
+_is_contiguous = torch.Tensor.is_contiguous
+_requires_grad = operator.attrgetter("requires_grad")
 
-def leaf_key(leaf: Any) -> Hashable:
-    """What must be the same of an argument for the same program."""
+
+def leaf_keys(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+    """What must be the same of arguments for the same program."""
+    is_usual = set(map(type, leaves)) == {ShardedTensor}
+    if is_usual and all(map(_is_contiguous, leaves)) and not any(map(_requires_grad, leaves)):
+        layouts = [leaf._layout for leaf in leaves]
+        if all(layouts):  # hundreds of leaves are asked in half the time that ``_key`` takes
+            return tuple(layouts)
+    return tuple(map(_key, leaves))
+
+
+def _key(leaf: Any) -> Hashable:
     if type(leaf) is ShardedTensor and leaf.is_contiguous() and not leaf.requires_grad:
-        return leaf._layout or leaf._alive()[0]  # most are so: calls have hundreds of leaves
+        return leaf._layout or leaf._alive()[0]
     if not isinstance(leaf, torch.Tensor):
         return exact(leaf)
     grad = leaf.requires_grad and (leaf.is_leaf or "computed")
@@ -136,10 +149,12 @@ class JitCall:
         """``prefix``: the function, as messages name it; ``own``: the user's, if ``fun`` is not."""
         self.fun, self._own, self._prefix = fun, own or fun, prefix
         self.leaves, self.structure = flatten_call(args, kwargs)
-        for k, x in enumerate(self.leaves):
-            if isinstance(x, np.ndarray):
-                self.leaves[k] = self._of_array(x, k)
-        self.tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
+        self.tensors: list[torch.Tensor] = list(self.leaves)
+        if set(map(type, self.leaves)) != {ShardedTensor}:
+            for k, x in enumerate(self.leaves):
+                if isinstance(x, np.ndarray):
+                    self.leaves[k] = self._of_array(x, k)
+            self.tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
 
     @functools.cached_property
     def paths(self) -> list[str]:
