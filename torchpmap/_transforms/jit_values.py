@@ -43,10 +43,15 @@ _is_contiguous = torch.Tensor.is_contiguous
 _requires_grad = operator.attrgetter("requires_grad")
 
 
+def _are_sharded(leaves: Sequence[Any]) -> bool:
+    """Whether all are on the devices, as those of most calls."""
+    return set(map(type, leaves)) == {ShardedTensor}
+
+
 def leaf_keys(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
     """What must be the same of arguments for the same program."""
-    is_usual = set(map(type, leaves)) == {ShardedTensor}
-    if is_usual and all(map(_is_contiguous, leaves)) and not any(map(_requires_grad, leaves)):
+    is_plain = _are_sharded(leaves) and all(map(_is_contiguous, leaves))
+    if is_plain and not any(map(_requires_grad, leaves)):
         layouts = [leaf._layout for leaf in leaves]
         if all(layouts):  # hundreds of leaves are asked in half the time that ``_key`` takes
             return tuple(layouts)
@@ -149,12 +154,13 @@ class JitCall:
         """``prefix``: the function, as messages name it; ``own``: the user's, if ``fun`` is not."""
         self.fun, self._own, self._prefix = fun, own or fun, prefix
         self.leaves, self.structure = flatten_call(args, kwargs)
-        self.tensors: list[torch.Tensor] = list(self.leaves)
-        if set(map(type, self.leaves)) != {ShardedTensor}:
-            for k, x in enumerate(self.leaves):
-                if isinstance(x, np.ndarray):
-                    self.leaves[k] = self._of_array(x, k)
-            self.tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
+        if _are_sharded(self.leaves):
+            self.tensors: list[torch.Tensor] = list(self.leaves)
+            return
+        for k, x in enumerate(self.leaves):
+            if isinstance(x, np.ndarray):
+                self.leaves[k] = self._of_array(x, k)
+        self.tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
 
     @functools.cached_property
     def paths(self) -> list[str]:
