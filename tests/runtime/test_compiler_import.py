@@ -23,6 +23,12 @@ COMPILES = """
 assert tp.pmap(lambda x: x * 2)(rows).tolist() == [0, 2]
 print(ask())
 """
+MEETS_ONE = """
+made = {}(lambda x: x * 2)
+while ask() != [1, 1]:  # in the background: a call before it may be sent first
+    pass
+print(ask())
+"""
 REPLACES = """
 def dies(x):
     if tp.axis_index("i") == 0:
@@ -44,10 +50,13 @@ NONE, ALL = "[0.0, 0.0]", "[1.0, 1.0]"
     [
         # not for a graph that is not compiled; as soon as one is; and from then on at the start
         (COMPILES_NOTHING + COMPILES + REPLACES, [NONE, ALL, "died", ALL]),
+        # workers that run: as soon as there is a function that is to be compiled, before its call
+        (COMPILES_NOTHING + MEETS_ONE.format("tp.pmap"), [NONE, ALL]),
+        (COMPILES_NOTHING + MEETS_ONE.format("tp.jit"), [NONE, ALL]),
         # at the start already if a function is to be compiled
         ("doubled = tp.pmap(lambda x: x * 2)\n" + COMPILES_NOTHING, [ALL]),
     ],
-    ids=["compiles later", "is to compile"],
+    ids=["compiles later", "meets a mapped function", "meets a jitted function", "is to compile"],
 )
 def test_workers_import_the_compiler_when_it_is_needed(code, printed):
     output = script(SETUP, code, TORCHPMAP_WARM="1").wait(150).clean()

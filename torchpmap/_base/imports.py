@@ -1,4 +1,4 @@
-"""Imports of large packages without garbage collection.
+"""Imports of large packages, and what follows them, without garbage collection.
 
 The modules of torch's compiler make a million objects, which all stay.  Python's collector scans
 them again and again as their number grows, which is a quarter of the time.

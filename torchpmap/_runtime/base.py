@@ -202,6 +202,9 @@ class PoolRuntime(Runtime, Protocol):
         and the other devices still have their values.
         """
 
+    def expect_compiling(self) -> None:
+        """Let its workers import the compiler between two commands; returns at once."""
+
     def readable(self) -> AbstractContextManager[None]:
         """Values can be fetched meanwhile, also if it is closed, but has not ended."""
 

@@ -30,6 +30,7 @@ from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import JobRuntime, PoolRuntime, Runtime
 from torchpmap._runtime.local.reentry import refuse_to_wait
 from torchpmap._runtime.torchrun.place import JobPlace, devices_of, found_place
+from torchpmap._trace.compile import EAGER, Backend
 
 _LOCK_S = 0.5
 _CALLS_S = 1.0
@@ -305,14 +306,19 @@ def _refuse(name: str, value: object) -> None:
 config.listen(_refuse, _limit)
 
 
-def expect_compiling() -> None:
-    """Let workers that are started from now on have the compiler in memory: that takes longer, but
-    once for all of them.
+def expect_compiling(backend: Backend | None) -> None:
+    """Let workers have the compiler in memory before they need it.  Those that are started from now
+    on have it at once: that takes longer, but once for all of them.
     """
-    if not inline_mode.active():
-        from torchpmap._runtime.local.forkserver import server
+    if backend in (None, EAGER) or inline_mode.active():
+        return
+    from torchpmap._runtime.local.forkserver import server
 
+    if not server.is_compiler_wanted:
         server.expect_compiling()
+        running = _runtime
+        if isinstance(running, PoolRuntime):
+            running.expect_compiling()
 
 
 def _preload() -> None:

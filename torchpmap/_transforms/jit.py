@@ -31,6 +31,7 @@ from torchpmap._base.storages import own_strides
 from torchpmap._base.torch_internals import break_graph, is_transformed
 from torchpmap._plan.lower import tracing_of
 from torchpmap._runtime import inline_mode
+from torchpmap._runtime.current import expect_compiling
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import with_sharding_constraint
 from torchpmap._sharded.tensor import ShardedTensor
@@ -92,6 +93,7 @@ class Jitted(Made, Generic[_P, _R]):
             self._fun = functools.partial(_laid_out, fun, options.out_shardings)
         self._options = replace(options, where=defined_at(fun))
         self._is_traced = options.backend is not None
+        expect_compiling(options.backend)
         self._lock = threading.RLock()
         self._programs: dict[Hashable, list[_Known]] = {}
         """The latest is first: ``train()`` and ``eval()`` take turns."""

@@ -57,7 +57,6 @@ from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.device_put import handles_of
 from torchpmap._sharded.tensor import ShardedTensor, make_all, make_sharded, spans_processes
 from torchpmap._trace import recording
-from torchpmap._trace.compile import EAGER
 from torchpmap._trace.pickling import Made
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._transforms import nans
@@ -131,8 +130,7 @@ class Mapped(Made, Generic[_P, _R]):
         """Whether the function may see the order of keyword arguments."""
         self._latest: tuple[Hashable, Prepared | None] = (None, None)
         self._environment = preparation.environment
-        if options.backend not in (None, EAGER):
-            expect_compiling()
+        expect_compiling(options.backend)
         self._bound_methods: dict[int, Self] = {}
         """By id of the instance: equal instances need not be the same."""
 

@@ -35,7 +35,7 @@ class Plans:
         self._devices = devices
         self._loading: dict[int, tuple[str, Sequence[int]]] = {}
         """Of plans that ranks still load or compile: command -> name, and the ranks."""
-        self._has_compiler = False
+        self._is_compiler_wanted = self._has_compiler = False
         self.defined: dict[int, tuple[tuple[int, ...], bytes]] = {}
         """Ranks and definition by plan."""
         self.limited: dict[int, float] = {}
@@ -56,8 +56,8 @@ class Plans:
         body = pickled(definition)
         if prints(definition.graph):
             self._pool.prints = True
-        if definition.backend != EAGER:
-            self._load_compiler()
+        if definition.backend != EAGER and not self._has_compiler:
+            self._pool.in_order(self.load_compiler)
         # torch's own operations, run as they are, need no compiler and cannot fail here
         is_sure = definition.backend == EAGER and not has_users_operations(definition.graph)
         leader, *others = ranks
@@ -94,11 +94,21 @@ class Plans:
         limit = self.limited.get(plan_id, default)
         return None if limit is None else (limit, self._names[plan_id])
 
-    def _load_compiler(self) -> None:
-        """Let all workers that lack the compiler import it at the same time."""
+    @property
+    def lacks_compiler(self) -> bool:
+        """Whether the workers are still to import the compiler."""
+        return self._is_compiler_wanted and not self._has_compiler
+
+    def expect_compiling(self) -> None:
+        """As ``Runtime.expect_compiling``."""
+        self._is_compiler_wanted = True
+        self._pool.monitor.begin()
+
+    def load_compiler(self) -> None:
+        """Let all workers that lack the compiler import it at the same time (send lock held)."""
         if not self._has_compiler:
             server.expect_compiling()
-            self._pool.in_order(self._pool.tell, tuple(self._pool.workers), wire.LOAD, b"")
+            self._pool.tell(tuple(self._pool.workers), wire.LOAD, b"")
             self._has_compiler = True
 
     def _compile(self, leader: int, body: bytes, name: str) -> CompileReport:

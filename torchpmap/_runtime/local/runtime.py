@@ -79,7 +79,7 @@ class LocalRuntime:
         # of fetches that were interrupted: command, ranks, memory to which they may still write
         self._lent: deque[tuple[int, Sequence[int], Sequence[torch.Tensor]]] = deque()
         self._pool = Pool(
-            self.devices, config, on_tick=self._flush_released, on_repaired=self._restore
+            self.devices, config, on_tick=self._tell_between, on_repaired=self._restore
         )
         self._plans = Plans(self._pool, self.devices)
         self._limited = self._plans.limited
@@ -202,6 +202,9 @@ class LocalRuntime:
         self, team: Team, definition: Definition, groups: dict[str, RankPartition]
     ) -> CompileReport:
         return self._plans.define(team.ranks, definition, groups)
+
+    def expect_compiling(self) -> None:
+        self._plans.expect_compiling()
 
     def forget(self, plan_id: int) -> None:
         self._plans.retired.append(plan_id)
@@ -433,19 +436,24 @@ class LocalRuntime:
             lambda released: self._pool.tell(team.ranks, wire.FREE, pack_ints(*released)),
         )
 
-    def _flush_released(self) -> None:
-        """Free unused values when no calls are made (monitor: must not wait for the lock)."""
+    def _tell_between(self) -> None:
+        """Tell workers what can be told between calls: which values are not used, and that the
+        compiler will be (monitor: must not wait for the lock).
+        """
         self._free_shared()
         teams = tuple(self._teams.values())
-        idle = not (self._plans.retired or any(team.released for team in teams))
+        plans = self._plans
+        idle = not (plans.retired or plans.lacks_compiler or any(team.released for team in teams))
         if self._pool.broken or (idle and self._pool.outbox.unsent is None):
             return
         if self._pool.send_lock.acquire(blocking=False):
             try:
                 if self._pool.outbox.finish():
-                    self._plans.forget()
+                    plans.forget()
                     for team in teams:
                         self._free(team)
+                    if plans.lacks_compiler:
+                        plans.load_compiler()
             finally:
                 self._pool.send_lock.release()
 
