@@ -5,6 +5,7 @@ the files do not have, and no other value is loaded.
 
 import os
 import shutil
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,17 @@ def step(value: Any):
     )
 
 
+class WithCode(namedtuple("WithCode", "x")):
+    """A class of the program, as platform.uname_result, which starts a process."""
+
+    def __iter__(self):
+        raise AssertionError("code that a file has named was run")
+
+    def __hash__(self):
+        return next(iter(self))
+
+
+CODE = {"namedtuple": [WithCode.__module__, "WithCode", [1]]}
 TABLES = {
     "no tree": (drop(TOP, "tree"), "'tree'"),
     "no leaf": (lambda b: PARTS(b)[0].__setitem__(1, {"aside": [1]}), "TypeError"),
@@ -76,6 +88,8 @@ TABLES = {
     "another kind": (put(leaf, "kind", "int"), "'int' is no kind of arrays"),
     "value of no kind": (step({"os": "system"}), "KeyError: 'os'"),
     "value of a foreign kind": (step({"dtype": "float32"}), "torch.float32 is no value"),
+    "named tuple": (step(CODE), "a file has no named tuples"),
+    "set of named tuples": (step({"set": [CODE]}), "a file has no named tuples"),
     "numpy has no bfloat16": (put(lambda b: leaf(b, "half"), "kind", "ndarray"), "ScalarType BFl"),
     "scalar of numpy": (put(leaf, "kind", "numpy scalar"), r"a scalar of shape \(2, 3\)"),
     "huge shape": (put(leaf, "shape", [10**13, 3]), r"\(10000000000000, 3\)\) .* is expected"),
@@ -97,6 +111,7 @@ TABLES = {
     "block of another leaf": (
         lambda b: PARTS(b).append(["x", {"aside": leaf(b)}]), "KeyError: 'x'"),
     "no checksum": (put(lambda b: leaf(b)["blocks"][0], 1, []), "with 1 checksums is expected"),
+    "checksums of no list": (put(lambda b: leaf(b)["blocks"][0], 1, {"0": 0}), "is expected"),
     "tree of no kind": (put(TOP, "tree", {"x": []}), "KeyError: 'x'"),
     "tree with a key of no name": (lambda b: PARTS(b).append([None, 1]), "has the key None"),
     "tree with one name twice": (

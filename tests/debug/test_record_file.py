@@ -2,6 +2,7 @@
 _lockstep.py."""
 
 import json
+from collections import namedtuple
 from dataclasses import replace
 
 import pytest
@@ -107,6 +108,26 @@ def test_facts_that_do_not_fit(recording, change):
     save(path, replace(found.facts, **change), graph, tensors, found.inputs, {})
     with pytest.raises(ValueError, match=r"^replay: "):
         tp.debug.replay(path)
+
+
+class WithCode(namedtuple("WithCode", "x")):
+    ran = False
+
+    def __iter__(self):
+        WithCode.ran = True
+        return super().__iter__()
+
+
+def test_no_code_of_a_named_tuple_runs(recording):
+    tp.pmap(lambda x: x + 1, compile=EAGER)(torch.ones(4))
+    (path,) = tp.debug.dump()
+    found = load(path)
+    code = {"namedtuple": [WithCode.__module__, "WithCode", [1]]}
+    graph = of_nodes(["call_function", "y", "aten::neg", [code], {}, None])
+    save(path, found.facts, graph, {}, found.inputs, {})
+    with pytest.raises(ValueError, match="a file has no named tuples"):
+        load(path)
+    assert not WithCode.ran
 
 
 def test_parts_of_different_calls(recording, tmp_path):

@@ -65,6 +65,19 @@ def unpacked(data: bytes, aside: Callable[[Any], Any] | None = None) -> Any:
         raise not_ours(f"{type(error).__name__}: {error!s:.100}") from None
 
 
+def json_of_file(text: bytes) -> Any:
+    """The JSON of a file, for ``read``.  It may name no class: a tree with a named tuple is taken
+    apart by code of that class.
+    """
+    return json.loads(text, object_hook=_without_classes)
+
+
+def _without_classes(part: dict[str, Any]) -> dict[str, Any]:
+    if "namedtuple" in part:
+        raise ValueError("a file has no named tuples")
+    return part
+
+
 def not_ours(what: str) -> PmapError:
     """The error for data of another process that is not in torchpmap's format."""
     return PmapError(

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchpmap._base.data import DTYPES, read, written
+from torchpmap._base.data import DTYPES, json_of_file, read, written
 from torchpmap._base.errors import CheckpointError, check_array, dtype_name
 from torchpmap._base.pytree import MAPPINGS, Node, Structure, flatten
 from torchpmap._sharded.tensor import ShardedTensor
@@ -207,7 +207,7 @@ class Table(NamedTuple):
         """
         source, text = TABLE, read_table(folder)
         try:
-            stored = json.loads(text)
+            stored = json_of_file(text)
             body, digest = stored["checkpoint"], stored["digest"]
             if _digest(body) != digest:
                 raise broken(folder, f"{TABLE} has changed since it was written")
@@ -259,7 +259,7 @@ def _row(key: str, found: Any, headers: dict[str, Entries]) -> Row:
     blocks, expected, count = [], stored_as(dtype, block_shape), num_pieces(dtype, block_shape)
     for name, checksums in row["blocks"]:
         found, start = headers[name][key]
-        if found != expected or len(checksums) != count:
+        if found != expected or type(checksums) is not list or len(checksums) != count:
             raise ValueError(
                 f"{name!r:.50} has {key!r:.50} as {found}, but {expected} with {count} "
                 f"checksums is expected, and not {checksums!r:.50}"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from torchpmap._base.data import json_of_file
 from torchpmap._base.fingerprint import digest
 from torchpmap._trace.graphs import met, placeholders
 from torchpmap.checkpoint._blocks import Files, read_bytes, read_header, sizes_of, write
@@ -132,7 +133,7 @@ def _load_one(path: Path) -> Recorded:
     try:
         with Files(path.parent) as files:
             entries = read_header(files, path.name, path.stat().st_size, None)
-            told = json.loads(bytes(read_bytes(files, path.name, entries[_CALL]).tolist()))
+            told = json_of_file(bytes(read_bytes(files, path.name, entries[_CALL]).tolist()))
             if told["format"] != _FORMAT:
                 raise NotData(f"it has the format {told['format']!r:.30}")
             tensors = {}
