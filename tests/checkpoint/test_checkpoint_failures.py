@@ -22,7 +22,7 @@ from _support import EAGER, in_threads, worker_pids
 from _values import WHOLE, rows, sign, table_of
 
 import torchpmap as tp
-from torchpmap.checkpoint import latest, load, save
+from torchpmap.checkpoint import _load, latest, load, save
 from torchpmap.checkpoint._save import begin
 
 pytestmark = pytest.mark.usefixtures("four_devices")
@@ -259,6 +259,19 @@ def test_between_the_renames_the_old_one_is_found(tmp_path):
     save(tmp_path / "step_1", {"step": 2})
     assert load(tmp_path / "step_1") == {"step": 2}
     assert os.listdir(tmp_path) == ["step_1"]
+
+
+def test_one_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path, monkeypatch):
+    restore = _load._restore
+
+    def late(*args):
+        save(tmp_path / "c", {"step": torch.ones(3)})
+        return restore(*args)
+
+    save(tmp_path / "c", {"step": torch.zeros(3)})
+    monkeypatch.setattr(_load, "_restore", late)
+    with pytest.raises(tp.CheckpointError, match="was replaced or removed while it was read"):
+        load(tmp_path / "c")
 
 
 # -- damage ----------------------------------------------------------------------------------------

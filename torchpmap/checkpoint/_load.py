@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,10 +80,12 @@ def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
     """See ``torchpmap.checkpoint.load``."""
     others = Peers(f"torchpmap.checkpoint.load({str(path)!r})")
     folder = Folder(path).find()
+    found = _version(folder)
     leaves, structure = leaves_of(like, "like")
 
     def read() -> tuple[Table, list[_Wanted]]:
-        table = Table.of(folder)
+        with _replaced(folder, found):
+            table = Table.of(folder)
         if like is None:
             return table, [_Wanted(row, row.kind) for row in table.rows.values()]
         _check_names(folder, table.rows, {leaf.key: leaf.path for leaf in leaves})
@@ -95,8 +98,35 @@ def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
             f"{others.what}: the processes see different checkpoints: {digests}, by rank. Give the "
             "same path everywhere, on a file system that all hosts share."
         )
-    values = others.together(lambda: _restore(wants, folder))
+
+    def restore() -> list[Any]:
+        with _replaced(folder, found):
+            return _restore(wants, folder)
+
+    values = others.together(restore)
     return (table.structure if like is None else structure).unflatten(values)
+
+
+def _version(folder: Path) -> tuple[int, int] | None:
+    """What differs between a checkpoint and one that takes its name."""
+    try:
+        stat = folder.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
+@contextmanager
+def _replaced(folder: Path, found: tuple[int, int] | None) -> Iterator[None]:
+    """Tell a checkpoint that was replaced while it was read from a damaged one."""
+    try:
+        yield
+    except (CheckpointError, FileNotFoundError) as error:
+        if found is None or _version(folder) == found:
+            raise
+        raise CheckpointError(
+            f"the checkpoint {folder} was replaced or removed while it was read. Load it again."
+        ) from error
 
 
 def _check_names(folder: Path, rows: Mapping[str, Row], paths: dict[str, str]) -> None:
