@@ -233,6 +233,25 @@ def test_a_context_that_has_changed_is_another_structure():
         assert flatten(Live(1))[1] != before
 
 
+@pytest.mark.parametrize("kept", [{"n": [1]}, OrderedDict(n=[1]), [{1}], (["a"], np.ones(2))])
+def test_a_structure_keeps_its_context_as_it_was(kept):
+    was = copy.deepcopy(kept)
+
+    def change(context):
+        inner = context["n"] if isinstance(context, dict) else context[0]
+        inner.add(2) if isinstance(inner, set) else inner.append(2)
+        if isinstance(context, tuple):
+            context[1].fill(2)
+
+    with node(Live, lambda t: ([t.x], kept), lambda c, context: (*c, context)):
+        structure = flatten(Live(1))[1]
+        change(kept)  # by the owner of the tree
+        change(structure.unflatten([1])[1])  # by a function that was given a copy of it
+        assert repr(structure.unflatten([1])) == repr((1, was))
+        kept = copy.deepcopy(was)
+        assert repr(flatten(Live(1))[1].unflatten([1])) == repr((1, was))
+
+
 def test_the_order_of_dict_keys_is_known_beside_the_structure():
     trees = [{"a": {}, "b": ()}, {"b": (), "a": {}}]
     trees += [({"b": {}, "a": {}}, {"a": {}, "b": {}}), ({"a": {}, "b": {}}, {"b": {}, "a": {}})]

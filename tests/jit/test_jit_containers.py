@@ -263,6 +263,31 @@ def test_arrays_that_stay_are_the_same_objects():
     assert batch["x"] is x
 
 
+def test_what_a_node_holds_besides_its_children_changes_as_in_plain_torch():
+    class Node:
+        def __init__(self, x, kept):
+            self.x, self.kept = x, kept
+
+    torch.utils._pytree.register_pytree_node(
+        Node, lambda x: ([x.x], x.kept), lambda children, kept: Node(*children, kept)
+    )
+
+    def f(given):
+        given.kept["n"] += 1
+        return Node(given.x * given.kept["n"], {"n": given.kept["n"]})
+
+    kept = {"n": 5}
+    with pytest.warns(UserWarning, match="it changes a Node"):
+        found = [tp.jit(f, compile=EAGER)(Node(torch.ones(()), kept)) for _ in range(3)]
+    assert [each.x.item() for each in found] == [6, 7, 8]
+    assert kept == {"n": 8}
+    mapped = tp.pmap(f, in_axes=None, axis_size=2, compile=EAGER)
+    for _ in range(2):  # neither the caller's nor an earlier result's is that of the program
+        result = mapped(Node(torch.ones(()), {"n": 5}))
+        assert (result.x.tolist(), result.kept) == ([6, 6], {"n": 6})
+        result.kept["n"] = 9
+
+
 def test_a_node_whose_children_are_made_anew():
     class Box:
         def __init__(self, items):

@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
@@ -57,7 +58,7 @@ class Node:
     """One container: how to rebuild it, and what its children are called."""
 
     kind: type
-    context: Any  # what ``rebuild`` wants besides the children
+    context: Any  # a copy of what ``rebuild`` wants besides the children
     labels: tuple[Hashable, ...]  # one per child: index, dict key or field name
     keys: tuple[str, ...]  # the labels as they are written in a path: "[0]", "['w']", ".x"
     children: tuple[Node | None, ...]  # None: a leaf
@@ -287,7 +288,18 @@ def _describe(tree: Any) -> Node | None:
     values, node = opened
     children = tuple(_describe(value) for value in values)
     total = sum(count_leaves(child) for child in children)
-    return Node(node.kind, node.context, node.labels, node.keys, children, node.rebuild, total)
+    context = _own(node.context)
+    return Node(node.kind, context, node.labels, node.keys, children, node.rebuild, total)
+
+
+def _own(context: Any) -> Any:
+    """What a node holds besides its children, as it is now: the user may change it later."""
+    kind = type(context)
+    if kind is list or kind is tuple or kind is set:
+        return kind(map(_own, context))
+    if kind is dict or kind is OrderedDict:
+        return kind((key, _own(value)) for key, value in context.items())
+    return context.copy() if kind is np.ndarray else context
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -361,7 +373,7 @@ def _build(node: Node, leaves: Sequence[Any], start: int) -> Any:
         return dict(zip(node.labels, values))  # noqa: B905 - `strict` costs a third of it
     if kind is tuple or kind is list:
         return kind(values)
-    return node.rebuild(list(values), node.context)
+    return node.rebuild(list(values), _own(node.context))
 
 
 def _text(node: Node | None, leaves: Iterator[str]) -> str:
