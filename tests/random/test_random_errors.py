@@ -69,6 +69,10 @@ CONTINUOUS = {
          "choice: got shape 3, expected a tuple of sizes: shape=(3,)."),
         (lambda: random.normal(KEY, (2.0,)), TypeError,
          "normal: got shape (2.0,), expected a tuple of ints."),
+        (lambda: random.normal(KEY, 2.0), TypeError,
+         "normal: got shape 2.0, expected a tuple of ints."),
+        (lambda: random.normal(KEY, None), TypeError,
+         "normal: got shape None, expected a tuple of ints."),
         (lambda: random.gumbel(KEY, (2, -1)), ValueError,
          "gumbel: got shape (2, -1), expected no negative size."),
         *(

@@ -196,7 +196,7 @@ def one_key(function: str, key: torch.Tensor) -> Words:
 
 def static_shape(function: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     """``shape`` as a tuple of sizes; a number is that of the only dim."""
-    sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    sizes = tuple(shape) if isinstance(shape, Sequence | np.ndarray) else (shape,)
     if not all(isinstance(size, int | np.integer | torch.SymInt) for size in sizes):
         raise TypeError(f"{function}: got shape {shape!r}, expected a tuple of ints.")
     if any(size < 0 for size in sizes):
