@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from _support import EAGER
 from _values import HOST_LEAVES, WHOLE, leaf, mesh, put, rows, same, table_of
 
@@ -279,6 +280,24 @@ def test_a_shape_that_does_not_divide(tmp_path):
 def test_what_cannot_be_saved(tmp_path, tree, kind, message):
     with pytest.raises(kind, match=message):
         save(tmp_path / "c", tree)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_node_of_the_user_whose_parts_have_one_name(tmp_path):
+    class Table(dict):
+        pass
+
+    pytree.register_pytree_node(
+        Table,
+        lambda table: ([*table.values()], [*table]),
+        lambda values, keys: Table(zip(keys, values, strict=True)),
+        flatten_with_keys_fn=lambda table: (
+            [(pytree.MappingKey(key), value) for key, value in table.items()],
+            [*table],
+        ),
+    )
+    with pytest.raises(ValueError, match=r"two of tree\[1\], tree\['1'\] would be saved under one"):
+        save(tmp_path / "c", Table({1: {"a": 1}, "1": {"b": 2}}))
     assert os.listdir(tmp_path) == []
 
 

@@ -120,6 +120,11 @@ def rebuilt(
                 )
     elif node.kind not in (list, tuple):
         labels = [key.strip(".[]'\"") for key in node.keys]
+        if len(set(labels)) < len(labels):
+            raise ValueError(
+                f"torchpmap.checkpoint: two of {', '.join(path + key for key in node.keys)} would "
+                f"be saved under one name: {', '.join(labels)}. Rename one of the keys."
+            )
     parts = {
         label: rebuilt(child, leaf, path + key, (*route, str(label)))
         for label, key, child in zip(labels, node.keys, node.children, strict=True)
