@@ -256,6 +256,8 @@ def test_a_shape_that_does_not_divide(tmp_path):
     sharding = tp.NamedSharding(mesh(), tp.P("x"))
     with pytest.raises(ValueError, match="evenly divide the shape") as raised:
         load(tmp_path / "c", {"w": ShapeDtypeStruct((3,), torch.float32, sharding)})
+    with pytest.raises(TypeError, match=r"like\['w'\] has the sharding PartitionSpec\('x',\), but"):
+        load(tmp_path / "c", {"w": ShapeDtypeStruct((3,), torch.float32, sharding.spec)})
     assert raised.value.__notes__ == ["in like['w']"]
 
 

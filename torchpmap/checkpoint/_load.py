@@ -180,6 +180,11 @@ def _layout_of(leaf: Leaf) -> Layout | None:
         return like._alive()[0]
     if not isinstance(like, ShapeDtypeStruct) or like.sharding is None or inline_mode.active():
         return None
+    if not isinstance(like.sharding, NamedSharding):
+        raise TypeError(
+            f"torchpmap.checkpoint.load: {leaf.path} has the sharding {like.sharding!r}, but a "
+            "ShapeDtypeStruct takes a NamedSharding, or None for a CPU tensor."
+        )
     try:
         return general_layout(like.shape, like.dtype, like.sharding)
     except ValueError as error:
