@@ -39,6 +39,12 @@ DEFINE, CALL, PUT, FREE, TASK, GROUP, FORGET, LOAD, FETCH, DRAIN, REGROUP = rang
 # worker -> controller
 READY, REPLY, FAILED, DRAINED = range(101, 105)
 
+PUT_HEAD = 24
+"""Bytes of a frame PUT before the description of its tensor."""
+_ALIGNMENT = 16
+"""The bytes of a tensor begin at a multiple of it in the body of a frame PUT: torch's code for
+``complex128`` ends the process if an element does not.
+"""
 BUFFER_BYTES = 1 << 16
 MAX_BODY = 1 << 44
 """More bytes than any value has."""
@@ -223,6 +229,7 @@ def put_frame(
     """
     meta, payload = pack_ints(handle, offset, is_common, *describe(tensor)), memoryview(b"")
     if offset < 0:
+        meta += bytes(-len(meta) % _ALIGNMENT)
         payload = bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
     return [HEADER.pack(len(meta) + len(payload), PUT, seq) + meta, payload]
 
@@ -260,11 +267,13 @@ def read_tensor(body: memoryview) -> torch.Tensor:
 
 
 def read_kind(body: memoryview) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """Dtype and shape, and where the bytes begin, of what follows a description."""
+    """Dtype and shape, and where the bytes begin, of a description in a frame PUT."""
     code, dims = struct.unpack_from("<2q", body)
     if not (0 <= code < len(DTYPES) and 0 <= 8 * dims <= len(body) - 16):
         raise FrameError(f"broken frame: a tensor of dtype {code} with {dims} dims")
-    return DTYPES[code], struct.unpack_from(f"<{dims}q", body, 16), 16 + 8 * dims
+    start = 16 + 8 * dims
+    start += -(PUT_HEAD + start) % _ALIGNMENT
+    return DTYPES[code], struct.unpack_from(f"<{dims}q", body, 16), start
 
 
 def no_memory(where: str, shape: Sequence[int], dtype: torch.dtype) -> MemoryError:

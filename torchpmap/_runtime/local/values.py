@@ -74,7 +74,7 @@ class Values:
         except MemoryError:
             with suppress(wire.FrameError, struct.error):  # of a description that is not yet here
                 if kind == wire.PUT:
-                    dtype, shape, _ = wire.read_kind(given[24:])
+                    dtype, shape, _ = wire.read_kind(given[wire.PUT_HEAD :])
                     raise wire.no_memory(self._where, shape, dtype) from None
             raise MemoryError(f"no memory {self._where}: {length} bytes") from None
 
@@ -84,9 +84,9 @@ class Values:
         """
         handle, offset, is_common = struct.unpack_from("<3q", body)
         if offset < 0:
-            tensor = wire.read_tensor(body[24:])
+            tensor = wire.read_tensor(body[wire.PUT_HEAD :])
         else:
-            tensor = self._placed(self._sources[is_common], offset, body[24:])
+            tensor = self._placed(self._sources[is_common], offset, body[wire.PUT_HEAD :])
         self._tensors[handle] = self._platform.upload(tensor, self._device)
         return tensor
 
