@@ -361,6 +361,27 @@ for number in 2, 3:
     assert Program("-c", code).wait().clean() == "[cpu:0] 2 None yes\n[cpu:0] 3 None yes\n"
 
 
+def test_devices_have_the_limit_of_descriptors_of_when_they_start():
+    """An error about it says to raise it: that helps although the process that forks them runs."""
+    code = """
+import resource, torch, torchpmap as tp
+from torchpmap._runtime.local.forkserver import server
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (12, hard))
+server.ensure_running()
+tp.config.shared_memory = False  # for which they would compile something
+for soft in 12, 150:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        tp.init(1, "cpu")
+        ask = lambda x: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) or x
+        tp.pmap(ask, compile=False)(torch.zeros(1))
+    except OSError as error:
+        print(error.errno)
+"""
+    assert Program("-c", code).wait().clean() == "24\n[cpu:0] 150\n"
+
+
 @TWO
 def test_workers_are_started_by_the_next_caller_if_there_were_too_many_threads(monkeypatch):
     tp.shutdown()

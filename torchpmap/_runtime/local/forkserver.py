@@ -157,6 +157,7 @@ class ForkServer:
                 with answer:
                     with theirs, self._lock:
                         process = self._ensure_running()
+                        _hand_on_limit(process.pid)
                         self._load()
                         self._has_forked = True
                         self._send(FORK, [theirs.fileno(), memory, *fds])
@@ -261,6 +262,13 @@ def _answered(
         elif stopped is None:
             stopped = Deadline(_STOPPED_S)
     return None
+
+
+def _hand_on_limit(pid: int) -> None:
+    """Let a process, and those that it forks, have as many descriptors as this one may have now."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError):  # it has ended, or this process may not
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
 
 
 def _spawn(channel: int, lifeline: int, is_warm: bool) -> subprocess.Popen[bytes]:
