@@ -169,7 +169,9 @@ def test_calls_of_a_timer_between_calls():
     assert all(each.tolist() == (X + 2).tolist() for each in made)
 
 
-@pytest.mark.parametrize("call", [lambda: add(X).tolist(), lambda: VALUES[0].cpu()])
+@pytest.mark.parametrize(
+    "call", [lambda: add(X).tolist(), lambda: VALUES[0].cpu(), lambda: eagerly(X)]
+)
 def test_a_thread_of_the_pool_s_own_does_not_wait(call):
     """... for what only itself could bring."""
     said = []

@@ -32,6 +32,7 @@ from torchpmap._runtime.local.incidents import Era
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.plans import Plans, hand_over, take
 from torchpmap._runtime.local.pool import Pool
+from torchpmap._runtime.local.reentry import refuse_to_wait
 from torchpmap._runtime.local.stacks import seen
 from torchpmap._runtime.local.staging import STAGED_BYTES, TAKEN, copy
 from torchpmap._runtime.task import Report, Task
@@ -212,6 +213,7 @@ class LocalRuntime:
     def run_task(
         self, team: Team, task: Task, held: Sequence[Any]
     ) -> tuple[list[Report | None], list[Handle]]:
+        refuse_to_wait()
         sent: list[tuple[Pending, int]] = []
         try:
             self._pool.in_order(self._send_task, team, task, held, sent)
