@@ -225,6 +225,27 @@ def test_a_block_that_was_never_left_ends(recorder):
     assert not is_running()
 
 
+def test_a_finalizer_may_wait_while_the_line_is_made(recorder, monkeypatch):
+    """Python runs it wherever it collects garbage."""
+    make, interrupted = busy._new_line, []
+
+    def interrupted_make():
+        if not interrupted:
+            interrupted.append(True)
+            assert not busy._lock.locked()  # else the block would wait for ever
+            with busy.waiting("in a finalizer"):
+                pass
+        return make()
+
+    monkeypatch.setattr(busy, "_new_line", interrupted_make)
+    with busy.waiting("outer"):
+        recorder.seen.wait(10)
+        assert is_running()
+    assert interrupted
+    assert not is_running()
+    assert "torchpmap: outer, 0 s" in recorder.shown
+
+
 def test_a_display_that_fails_does_no_harm(recorder):
     recorder.show = lambda text: 1 / 0
     with busy.waiting("something"):

@@ -49,9 +49,11 @@ def waiting(what: str | Callable[[], str | None] | None) -> Iterator[None]:
     A generator: if Ctrl-C comes before Python enters the block, it is collected, which ends it.
     """
     global _line
+    # made without the lock: a finalizer or a signal handler that runs meanwhile may wait, too
+    made = _new_line() if _line is None else None
     with _lock:
         if _line is None:
-            _line = _new_line()
+            _line = made
         line = _line
     if line is None or line.owner != threading.get_ident():  # there is one line
         yield
