@@ -1,6 +1,9 @@
 """Row 22 of the matrix: Ctrl-C in the controller.  See docs/faults.md."""
 
 import collections
+import itertools
+import linecache
+import sys
 
 import pytest
 import torch
@@ -117,6 +120,68 @@ def test_row_22_ctrl_c_while_a_jitted_step_is_sent(tmp_path):
     assert within(5, lambda: int(count)).value == calls + 2
     assert weight.grad.tolist() == [0, 1, 2]
     assert int(step()) == calls + 3
+    assert_pool_works()
+
+
+PARTS = "_start", "change", "_change", "give_up", "_send_call", "_post_call", "post", "advance"
+_NO_HANDLER = "with ", "try:"
+"""Python runs no signal handler there."""
+
+
+def interrupted_at(number, function):
+    """Whether a call has so many lines in what sends a step and has its effects: Ctrl-C comes
+    before that line.
+    """
+    lines = 0
+
+    def trace(frame, event, arg):
+        nonlocal lines
+        code = frame.f_code
+        if code.co_name not in PARTS or "torchpmap" not in code.co_filename:
+            return None
+        source = linecache.getline(code.co_filename, frame.f_lineno).lstrip()
+        if event == "line" and not source.startswith(_NO_HANDLER):
+            lines += 1
+            if lines == number:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_row_22_ctrl_c_at_any_line_of_a_jitted_step():
+    """All that the step writes is as it was before it, or as it is after it."""
+    weight = tp.replicate(torch.nn.Parameter(torch.zeros(3)))
+    count = tp.replicate(torch.zeros((), dtype=torch.int64))
+    optimizer = torch.optim.Adam([weight], lr=0.5)
+
+    @tp.jit(compile=EAGER)
+    def step():
+        optimizer.zero_grad()
+        (weight * torch.arange(3.0)).sum().backward()
+        optimizer.step()
+        count.add_(1)
+
+    step()
+    found, calls = set(), 1
+    for number in itertools.count(1):
+        if not interrupted_at(number, step):
+            break
+        found.add(int(count) - calls)
+        calls = int(count)
+        assert weight.grad.tolist() == [0, 1, 2]
+        assert optimizer.state[weight]["step"] == calls
+        # Adam's steps are as long as the rate where the gradient stays the same
+        assert weight.tolist() == pytest.approx([0, -calls / 2, -calls / 2], rel=1e-3)
+    assert found == {0, 1}
     assert_pool_works()
 
 

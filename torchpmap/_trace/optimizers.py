@@ -17,6 +17,7 @@ same graph.
 
 from __future__ import annotations
 
+import operator
 import threading
 from array import array
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
@@ -179,10 +180,13 @@ class Numbers:
         place = next(k for k, each in enumerate(self.counters) if each is counter)
         self._steps[place] = self._steps.get(place, 0) + by
 
-    def advance(self) -> None:
-        """Count the steps of a call."""
-        for place, steps in self._steps.items():
-            self._memory[place] += steps
+    def advance(self, done: list[Any]) -> None:
+        """Count the steps of a call, if ``done`` is empty, and leave something in it: in one
+        builtin, which Ctrl-C does not interrupt.
+        """
+        if not done:
+            counters = map(self._memory.__getitem__, self._steps)
+            done.extend(map(operator.iadd, counters, self._steps.values()))
         if self._steps:
             increment_version([self.counters[place] for place in self._steps])
 

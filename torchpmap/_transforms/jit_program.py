@@ -32,6 +32,7 @@ from torchpmap._sharded.transfer import gather
 from torchpmap._sharded.views import Changed, is_linked, linked, write, write_all
 from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.graphs import results_of
+from torchpmap._trace.optimizers import Numbers
 from torchpmap._trace.untraceable import Untraceable
 from torchpmap._trace.whole import WholeTrace, trace_whole
 from torchpmap._transforms.call import CallOptions
@@ -78,6 +79,9 @@ def make_options(name: str, *, compile: Any, **others: Any) -> Options:
     """The settings of ``jit``, checked; ``others``: those that stay as they are."""
     return Options(name=name, backend=parse_compile(compile), **others)
 
+
+Advance = tuple[Numbers, list[Any]]
+"""The numbers of an optimizer, and what tells them that they count a call already."""
 
 _EQUAL = (
     "Make them equal (torchpmap.multihost.broadcast; for a seed, torch.manual_seed with one "
@@ -319,17 +323,19 @@ class Program:
 
         outputs, num = plan.outputs, self._num_results
         numbers_before = [held[place] for place in self._counted]
+        advances: list[Advance] = [(each.numbers, []) for each in self._numbers.values()]
 
         def change(written: Sequence[Any]) -> None:
-            self._change(written, early or (), graded, numbers_before, outputs[num:], held[num:])
+            given = graded, numbers_before, advances, outputs[num:], held[num:]
+            self._change(written, early or (), *given)
 
         try:
             plan.run(held, None, give_up)
+            change(targets)
         except BaseException:  # Ctrl-C: what was given up would be lost, though the call is sent
             if early is not None and len(held) >= len(outputs):
                 change([x if type(x) is ShardedTensor else None for x in targets])
             raise
-        change(targets)
         return make_all(outputs[:num], held[:num]), held[len(outputs) :]
 
     def _change(
@@ -338,18 +344,19 @@ class Program:
         early: Collection[int],
         graded: Sequence[Any],
         numbers_before: Sequence[Handle],
+        advances: Sequence[Advance],
         outputs: Sequence[Layout],
         handles: Sequence[Handle],
     ) -> None:
         """The effects of a call that was sent; the outputs are those after its results.  A target
-        that is None keeps its value.
+        that is None keeps its value.  Done again, as after Ctrl-C, it changes nothing more.
         """
         first, second = len(targets), len(targets) + len(numbers_before)
         grads = make_all(outputs[second:], handles[second : len(outputs)])
         for leaf, grad in zip(graded, grads, strict=True):
             leaf.grad = grad
-        for each in self._numbers.values():
-            each.numbers.advance()
+        for numbers, done in advances:
+            numbers.advance(done)
         for place, *made in zip(self._counted, numbers_before, handles[first:second], strict=True):
             self._inputs[place].follow(*made)
         _write_all(targets, early, outputs[:first], handles[:first])

@@ -38,6 +38,10 @@ class Outbox:
         """What found no room, or what an interrupted sender left."""
         self.rounds = 0
         """How many times a full socket was emptied again."""
+        self.posts = 0
+        """How many were posted.  Counted in the line that keeps what is to be sent, without a call
+        between the two: an interrupted sender must know whether its own was posted.
+        """
 
     @property
     def blocked(self) -> Sequence[socket.socket]:
@@ -65,10 +69,11 @@ class Outbox:
         following: _Later = [(sockets, each) for each in later] if later else ()
         if self.unsent is not None and not self.finish() and (unsent := self.unsent) is not None:
             queue = [*unsent[3], (sockets, messages), *following]
-            self.unsent = *unsent[:3], queue
+            kept = *unsent[:3], queue
+            self.unsent, self.posts = kept, self.posts + 1
             return
         sent: list[int] = []
-        self.unsent = sockets, messages, sent, following
+        self.unsent, self.posts = (sockets, messages, sent, following), self.posts + 1
         try:  # noqa: SIM105 - which takes half a microsecond
             sent.extend(map(_send, sockets, messages, _NO_WAIT))
         except OSError:  # no room, or the peer is gone: ``finish`` finds out which

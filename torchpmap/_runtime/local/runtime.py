@@ -124,7 +124,7 @@ class LocalRuntime:
         num_outputs: int,
         give_up: GiveUp | None,
     ) -> list[Handle]:
-        pool, sockets = self._pool, team.sockets
+        pool = self._pool
         if self._lossy:
             self._refuse_lost(held)
         inputs = [handle.id for handle in held]
@@ -132,34 +132,44 @@ class LocalRuntime:
         era = self._incidents.era
         seq = pool.seq = pool.seq + 1
         out = self._next_handle
-        self._next_handle = out + num_outputs
+        ids = range(out, out + num_outputs)
+        self._next_handle = ids.stop
         if self._limited or self.timeout is not None:
             limit = self._plans.limit_of(plan_id, self.timeout)
             if limit is not None:
                 pool.limit(seq, team.ranks, *limit)
         freed: list[int] = []
-        undo: GiveUp | None = None
+        command = team, freed, seq, plan_id, out, len(inputs), *inputs
+        posts: int | None = None
         try:
             # map: trees have hundreds of leaves, and a Python loop costs 0.1 us for each
-            made: Iterable[_Stored] = map(
-                _Stored, range(out, out + num_outputs), repeat(seq), repeat(team), repeat(era)
-            )
+            made: Iterable[_Stored] = map(_Stored, ids, repeat(seq), repeat(team), repeat(era))
             if give_up is not None:
                 made = outputs = list(made)  # else later, when the workers have begun
-                undo = give_up
+                posts = pool.outbox.posts
                 give_up(outputs)
-            take(team.released, freed)
-            ints = (plan_id, out, len(inputs), *inputs, *freed)
-            message = _packer(len(ints))(8 * len(ints), wire.CALL, seq, *ints)
-            pool.outbox.post(sockets, (message,) * len(sockets))
+            self._post_call(*command)
             held += made
             return held
-        except BaseException:  # Ctrl-C: the workers make values that no caller gets
-            if undo is not None:
-                undo(())
-            team.released.extend(range(out, out + num_outputs))
-            team.released.extend(freed)  # freeing twice does no harm
+        except BaseException:  # Ctrl-C
+            if give_up is None or posts is None:  # the workers make values that no caller gets
+                team.released.extend((*ids, *freed))  # freeing twice does no harm
+                raise
+            try:  # the old values are gone, so the call goes on
+                give_up(outputs)
+                if pool.outbox.posts == posts:
+                    self._post_call(*command)
+                held[:] = outputs
+            except BaseException:
+                give_up(())
+                raise
             raise
+
+    def _post_call(self, team: Team, freed: list[int], seq: int, *ints: int) -> None:
+        take(team.released, freed)
+        num = len(ints) + len(freed)
+        message = _packer(num)(8 * num, wire.CALL, seq, *ints, *freed)
+        self._pool.outbox.post(team.sockets, (message,) * len(team.sockets))
 
     def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
         if blocks[0].nbytes < STAGED_BYTES:
