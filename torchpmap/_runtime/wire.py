@@ -23,6 +23,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -219,6 +220,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     # a dim of size 1 counts as contiguous with any stride, but only stride 1 can be seen as bytes
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
+
+
+@cache
+def call_packer(num_ints: int) -> Callable[..., bytes]:
+    """A function that packs the header of a call and ``num_ints`` numbers."""
+    return struct.Struct(f"<QQ{num_ints + 1}q").pack
 
 
 def put_frame(

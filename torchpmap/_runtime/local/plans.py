@@ -57,7 +57,7 @@ class Plans:
         if prints(definition.graph):
             self._pool.prints = True
         if definition.backend != EAGER and not self._has_compiler:
-            self._pool.in_order(self.load_compiler)
+            self._pool.in_order(self._load_compiler)
         # torch's own operations, run as they are, need no compiler and cannot fail here
         is_sure = definition.backend == EAGER and not has_users_operations(definition.graph)
         leader, *others = ranks
@@ -95,16 +95,22 @@ class Plans:
         return None if limit is None else (limit, self._names[plan_id])
 
     @property
-    def lacks_compiler(self) -> bool:
-        """Whether the workers are still to import the compiler."""
-        return self._is_compiler_wanted and not self._has_compiler
+    def has_news(self) -> bool:
+        """Whether there is something to ``tell``."""
+        return bool(self.retired) or (self._is_compiler_wanted and not self._has_compiler)
+
+    def tell(self) -> None:
+        """Send which plans are ``retired``, and that the compiler is wanted (send lock held)."""
+        self.forget()
+        if self._is_compiler_wanted:
+            self._load_compiler()
 
     def expect_compiling(self) -> None:
         """As ``Runtime.expect_compiling``."""
         self._is_compiler_wanted = True
         self._pool.monitor.begin()
 
-    def load_compiler(self) -> None:
+    def _load_compiler(self) -> None:
         """Let all workers that lack the compiler import it at the same time (send lock held)."""
         if not self._has_compiler:
             server.expect_compiling()

@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import repeat
 from typing import Any
 
@@ -79,9 +77,7 @@ class LocalRuntime:
         self._shipped: dict[int, dict[int, None]] = {}  # rank -> ids of the functions it keeps
         # of fetches that were interrupted: command, ranks, memory to which they may still write
         self._lent: deque[tuple[int, Sequence[int], Sequence[torch.Tensor]]] = deque()
-        self._pool = Pool(
-            self.devices, config, on_tick=self._tell_between, on_repaired=self._restore
-        )
+        self._pool = Pool(self.devices, config, on_tick=self._tell_news, on_repaired=self._restore)
         self._plans = Plans(self._pool, self.devices)
         self._limited = self._plans.limited
         self._incidents = self._pool.incidents
@@ -154,21 +150,21 @@ class LocalRuntime:
         except BaseException:  # Ctrl-C
             if give_up is None or posts is None:  # the workers make values that no caller gets
                 team.released.extend((*ids, *freed))  # freeing twice does no harm
-                raise
-            try:  # the old values are gone, so the call goes on
-                give_up(outputs)
-                if pool.outbox.posts == posts:
-                    self._post_call(*command)
-                held[:] = outputs
-            except BaseException:
-                give_up(())
-                raise
+            else:  # the old values are gone, so the call goes on
+                try:
+                    give_up(outputs)
+                    if pool.outbox.posts == posts:
+                        self._post_call(*command)
+                    held[:] = outputs
+                except BaseException:
+                    give_up(())
+                    raise
             raise
 
     def _post_call(self, team: Team, freed: list[int], seq: int, *ints: int) -> None:
         take(team.released, freed)
         num = len(ints) + len(freed)
-        message = _packer(num)(8 * num, wire.CALL, seq, *ints, *freed)
+        message = wire.call_packer(num)(8 * num, wire.CALL, seq, *ints, *freed)
         self._pool.outbox.post(team.sockets, (message,) * len(team.sockets))
 
     def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
@@ -448,24 +444,21 @@ class LocalRuntime:
             lambda released: self._pool.tell(team.ranks, wire.FREE, pack_ints(*released)),
         )
 
-    def _tell_between(self) -> None:
-        """Tell workers what can be told between calls: which values are not used, and that the
-        compiler will be (monitor: must not wait for the lock).
+    def _tell_news(self) -> None:
+        """Free unused values, and prepare for plans, when no calls are made (monitor: must not wait
+        for the lock).
         """
         self._free_shared()
         teams = tuple(self._teams.values())
-        plans = self._plans
-        idle = not (plans.retired or plans.lacks_compiler or any(team.released for team in teams))
+        idle = not (self._plans.has_news or any(team.released for team in teams))
         if self._pool.broken or (idle and self._pool.outbox.unsent is None):
             return
         if self._pool.send_lock.acquire(blocking=False):
             try:
                 if self._pool.outbox.finish():
-                    plans.forget()
+                    self._plans.tell()
                     for team in teams:
                         self._free(team)
-                    if plans.lacks_compiler:
-                        plans.load_compiler()
             finally:
                 self._pool.send_lock.release()
 
@@ -491,12 +484,6 @@ class LocalRuntime:
         """In a forked child: the workers are the parent's."""
         self.forked = True
         self._pool.in_forked_child(FORKED)
-
-
-@cache
-def _packer(num_ints: int) -> Callable[..., bytes]:
-    """A function that packs the header of a call and ``num_ints`` numbers."""
-    return struct.Struct(f"<QQ{num_ints + 1}q").pack
 
 
 _live: weakref.WeakSet[LocalRuntime] = weakref.WeakSet()
