@@ -169,6 +169,26 @@ def test_calls_of_a_timer_between_calls():
     assert all(each.tolist() == (X + 2).tolist() for each in made)
 
 
+@pytest.mark.parametrize("use", [lambda x: x.cpu(), lambda x: add(x).cpu()], ids=["fetch", "call"])
+def test_a_value_that_was_collected_before_the_finalizer_that_uses_it(use):
+    """Python calls the finalizers of a cycle in any order; CPython begins with the oldest."""
+    said = []
+
+    def drop(value):
+        def then():
+            with pytest.raises(tp.ShardLost) as caught:
+                use(value)
+            said.append(str(caught.value))
+
+        Cyclic(then)
+
+    drop(add(X))
+    gc.collect()
+    (text,) = said
+    assert "Python had collected it, with a cycle of objects" in text
+    assert add(X).tolist() == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     "call", [lambda: add(X).tolist(), lambda: VALUES[0].cpu(), lambda: eagerly(X)]
 )

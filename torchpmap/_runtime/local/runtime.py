@@ -33,6 +33,7 @@ from torchpmap._runtime.local.pool import Pool
 from torchpmap._runtime.local.reentry import refuse_to_wait
 from torchpmap._runtime.local.stacks import seen
 from torchpmap._runtime.local.staging import STAGED_BYTES, TAKEN, copy
+from torchpmap._runtime.local.values import FREED
 from torchpmap._runtime.task import Report, Task
 from torchpmap._runtime.wire import frame, pack_ints
 from torchpmap._trace.compile import CompileReport, Definition
@@ -54,8 +55,9 @@ class _Stored:
         self.team = team
 
     def __del__(self) -> None:
-        try:  # noqa: SIM105 - which takes half a microsecond
+        try:
             self.team.released.append(self.id)
+            self.id = FREED  # a later ``__del__`` of the same cycle may still use the value
         except AttributeError:  # a signal handler has raised in the middle of __init__
             pass
 

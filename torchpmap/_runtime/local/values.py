@@ -17,6 +17,9 @@ from torchpmap._runtime.local import staging
 from torchpmap._runtime.local.staging import Staged
 from torchpmap._runtime.task import Usage, bytes_held
 
+FREED = 0
+"""The handle of a value after its end."""
+
 
 class Values:
     def __init__(
@@ -41,11 +44,14 @@ class Values:
     def of(self, handles: Iterable[int]) -> list[torch.Tensor]:
         try:
             return list(map(self._tensors.__getitem__, handles))
-        except KeyError:  # this process is younger than the value
-            raise ShardLost(
-                "an argument is lost: it lived on a device whose worker died. Compute or load it "
-                "again."
-            ) from None
+        except KeyError as error:  # this process is younger than the value, if that was not freed
+            why = "it lived on a device whose worker died. Compute or load it again."
+            if error.args == (FREED,):
+                why = (
+                    "Python had collected it, with a cycle of objects, before it ran the __del__ "
+                    "that uses it. Make no cycle, or use the value before."
+                )
+            raise ShardLost(f"an argument is lost: {why}") from None
 
     def add(self, first: int, results: Sequence[torch.Tensor]) -> None:
         """Store results under consecutive handles."""
