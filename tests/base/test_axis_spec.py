@@ -89,6 +89,7 @@ def test_legal_axis_spec(spec):
         (State(None, 1), State([1, 2], 3), [None, None, 1]),
         (State(0, 1), State(None, 3), [1]),
         (Box(1, ["t"]), Box((1, 2), ["t"]), [1, 1]),
+        (Box(1, [np.ones((2, 3)).T]), Box(2, [np.ones((2, 3)).T]), [1]),
     ],
 )
 def test_broadcast_axes(prefix, tree, axes):

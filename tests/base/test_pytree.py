@@ -233,7 +233,10 @@ def test_a_context_that_has_changed_is_another_structure():
         assert flatten(Live(1))[1] != before
 
 
-@pytest.mark.parametrize("kept", [{"n": [1]}, OrderedDict(n=[1]), [{1}], (["a"], np.ones(2))])
+@pytest.mark.parametrize(
+    "kept",
+    [{"n": [1]}, OrderedDict(n=[1]), [{1}], (["a"], np.ones(2)), Other(["a"], np.ones(2))],
+)
 def test_a_structure_keeps_its_context_as_it_was(kept):
     was = copy.deepcopy(kept)
 
@@ -250,6 +253,16 @@ def test_a_structure_keeps_its_context_as_it_was(kept):
         assert repr(structure.unflatten([1])) == repr((1, was))
         kept = copy.deepcopy(was)
         assert repr(flatten(Live(1))[1].unflatten([1])) == repr((1, was))
+
+
+def test_a_context_that_contains_itself():
+    kept = {"n": 1}
+    kept["me"] = (kept,)
+    with node(Live, lambda t: ([t.x], kept), lambda c, context: context):
+        structure = flatten(Live(1))[1]
+        kept["n"] = 2
+        found = structure.unflatten([1])
+        assert found["me"][0]["me"][0]["n"] == found["n"] == 1
 
 
 def test_the_order_of_dict_keys_is_known_beside_the_structure():

@@ -1,4 +1,4 @@
-"""Imports of large packages, and what follows them, without garbage collection.
+"""Imports of large packages without garbage collection.
 
 The modules of torch's compiler make a million objects, which all stay.  Python's collector scans
 them again and again as their number grows, which is a quarter of the time.
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 def uncollected() -> Iterator[None]:
     """Turn the garbage collector off in the block."""
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_enabled:

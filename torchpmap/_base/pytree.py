@@ -288,18 +288,31 @@ def _describe(tree: Any) -> Node | None:
     values, node = opened
     children = tuple(_describe(value) for value in values)
     total = sum(count_leaves(child) for child in children)
-    context = _own(node.context)
+    context = own(node.context)
     return Node(node.kind, context, node.labels, node.keys, children, node.rebuild, total)
 
 
-def _own(context: Any) -> Any:
+def own(context: Any) -> Any:
     """What a node holds besides its children, as it is now: the user may change it later."""
+    return _copied(context, {})
+
+
+def _copied(context: Any, made: dict[int, Any]) -> Any:
+    """``made``: copies by the id of the original, as a context may contain itself."""
     kind = type(context)
-    if kind is list or kind is tuple or kind is set:
-        return kind(map(_own, context))
-    if kind is dict or kind is OrderedDict:
-        return kind((key, _own(value)) for key, value in context.items())
-    return context.copy() if kind is np.ndarray else context
+    if id(context) in made:
+        return made[id(context)]
+    if isinstance(context, tuple):
+        parts = [_copied(each, made) for each in context]
+        return tuple.__new__(kind, parts) if kind is tuple or hasattr(kind, "_fields") else context
+    if kind not in (list, dict, OrderedDict, set, np.ndarray):
+        return context
+    copy = made[id(context)] = context.copy()
+    if kind is list:
+        copy[:] = [_copied(each, made) for each in context]
+    elif kind is dict or kind is OrderedDict:
+        copy.update((key, _copied(value, made)) for key, value in context.items())
+    return copy
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -373,7 +386,7 @@ def _build(node: Node, leaves: Sequence[Any], start: int) -> Any:
         return dict(zip(node.labels, values))  # noqa: B905 - `strict` costs a third of it
     if kind is tuple or kind is list:
         return kind(values)
-    return node.rebuild(list(values), _own(node.context))
+    return node.rebuild(list(values), own(node.context))
 
 
 def _text(node: Node | None, leaves: Iterator[str]) -> str:

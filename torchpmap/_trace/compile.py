@@ -46,7 +46,7 @@ from torchpmap._trace.graph_code import boxed_code
 from torchpmap._trace.graphs import acts, all_nodes, results_of, shows, writes
 from torchpmap._trace.inductor_gaps import mending_passes, right_code
 from torchpmap._trace.passes import names_in
-from torchpmap._trace.toolchain import cpp_compiler, import_inductor, make_cache_private
+from torchpmap._trace.toolchain import make_cache_private
 from torchpmap.random import _threefry as _threefry
 
 Kind = tuple[tuple[int, ...], torch.dtype]
@@ -441,16 +441,8 @@ def _teach_hashes() -> None:
         decomposition.fast_random_decomps.cache_clear()  # a copy, made by the first compilation
 
 
-def warm_up(*, compiles: bool = True) -> None:
-    """Import Inductor, and compile a small function for CPUs: afterwards its tables are in memory
-    too.  ``compiles``: whether it may; with an accelerator visible Inductor would ask for its
-    state, and so initialise it.
-    """
-    if not compiles:
-        import_inductor()
-        return
-    if cpp_compiler() is None:  # the first plan says so
-        return
+def warm_up() -> None:
+    """Compile a small function: afterwards the modules and tables of Inductor are in memory."""
     make_cache_private()
     from torch._inductor import standalone_compile
     from torch.fx.experimental.proxy_tensor import make_fx

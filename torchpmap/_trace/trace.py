@@ -31,7 +31,6 @@ import torch
 
 from torchpmap._base.ambient import callers_modes_off
 from torchpmap._base.devices import PLATFORMS
-from torchpmap._base.imports import uncollected
 from torchpmap._base.sources import is_users, line, users_line
 from torchpmap._base.torch_errors import needs_a_value
 from torchpmap._base.torch_internals import (
@@ -269,8 +268,7 @@ def recorded(
         arguments = [
             new_fake(fake_mode, shape, dtype, device, *strides) for shape, dtype, *strides in inputs
         ]
-        # the first collection after torch's import looks at all of its objects, for half a second
-        with fake_mode, whole(), uncollected():
+        with fake_mode, whole():
             try:
                 return graph_of(fun, arguments, capture)
             except Exception as error:

@@ -44,6 +44,7 @@ from torchpmap._runtime.local.forkserver import (
 )
 from torchpmap._runtime.local.worker_setup import arm_lifeline, leave_signals_to_controller
 from torchpmap._trace.compile import warm_up
+from torchpmap._trace.toolchain import cpp_compiler, import_inductor
 
 torch.set_num_threads(1)
 
@@ -86,15 +87,19 @@ def load_package() -> None:
 
 
 def load_compiler(*, compiles: bool) -> None:
-    """Pay what every worker that compiles would; ``compiles``: as in ``warm_up``."""
+    """Pay what every worker that compiles would.  ``compiles``: whether to compile; with an
+    accelerator visible Inductor would ask for its state, and so initialise it.
+    """
     with _for_workers():
-        if config.warm:
-            warm_up(compiles=compiles)
+        if config.warm and not compiles:
+            import_inductor()
+        elif config.warm and cpp_compiler():
+            warm_up()  # every worker starts with Inductor's modules and tables in memory
 
 
 def serve(channel_fd: int, lifeline: int, python_path: str | None, compiles: bool) -> NoReturn:
     """Fork workers until the controller is gone; never returns.  ``compiles``: as in
-    ``warm_up``.
+    ``load_compiler``.
     """
     leave_signals_to_controller()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])

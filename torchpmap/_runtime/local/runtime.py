@@ -159,7 +159,8 @@ class LocalRuntime:
                         self._post_call(*command)
                     held[:] = outputs
                 except BaseException:
-                    give_up(())
+                    give_up(outputs if pool.outbox.posts > posts else ())
+                    team.released.extend(freed)
                     raise
             raise
 

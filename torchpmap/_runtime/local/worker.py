@@ -67,8 +67,9 @@ from torchpmap._runtime.local.worker_setup import (
 )
 from torchpmap._runtime.task import Task, Work
 from torchpmap._runtime.wire import FrameError, FrameReader, Stream, frame
-from torchpmap._trace.compile import EAGER, Definition, warm_up
+from torchpmap._trace.compile import EAGER, Definition
 from torchpmap._trace.effects import mark_lines
+from torchpmap._trace.toolchain import import_inductor
 
 _NEVER, _FOREVER_S = 1 << 62, 30 * 24 * 3600.0
 _NOTHING: Mapping[int, torch.Tensor] = {}
@@ -133,7 +134,6 @@ class _Worker:
         self.rank = args.rank
         self.device = device
         self.platform = PLATFORMS[args.device_type]
-        self.warms = args.config.warm and device.type == "cpu"
         self.groups = groups
         self.plans: dict[int, Compiled] = {}
         self.bodies: dict[int, bytes] = {}
@@ -321,7 +321,7 @@ class _Worker:
     def load(self, seq: int, body: memoryview) -> None:
         self.doing = "importing the compiler"
         with contextlib.suppress(Exception), self.compiling():  # a plan reports what is wrong
-            warm_up(compiles=self.warms)
+            import_inductor()
 
     def forget(self, seq: int, body: memoryview) -> None:
         plans, groups = pickle.loads(body)
