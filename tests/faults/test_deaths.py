@@ -154,8 +154,8 @@ def test_row_07_death_again_during_the_repair():
     kill(pids[1])
     with beside(strike_again):
         outcome = within(5, lambda: total(rows).tolist())
-    # the second blow falls into the repair, or on a call after it
-    assert outcome.value == [6.0] * N or isinstance(outcome.error, tp.WorkerDied)
+    # the second blow falls into the repair, on a call after it, or between that and the fetch
+    assert outcome.value == [6.0] * N or isinstance(outcome.error, tp.WorkerDied | tp.ShardLost)
     with contextlib.suppress(tp.WorkerDied):
         total(rows).tolist()
     assert_pool_works()
