@@ -2,11 +2,10 @@
 
 import collections
 import itertools
-import linecache
-import sys
 
 import pytest
 import torch
+from _interrupts import interrupted_at
 from _rig import (
     EAGER,
     N,
@@ -124,37 +123,11 @@ def test_row_22_ctrl_c_while_a_jitted_step_is_sent(tmp_path):
 
 
 PARTS = "_start", "change", "_change", "give_up", "_send_call", "_post_call", "post", "advance"
-_NO_HANDLER = "with ", "try:"
-"""Python runs no signal handler there."""
 
 
-def interrupted_at(number, function):
-    """Whether a call has so many lines in what sends a step and has its effects: Ctrl-C comes
-    before that line.
-    """
-    lines = 0
-
-    def trace(frame, event, arg):
-        nonlocal lines
-        code = frame.f_code
-        if code.co_name not in PARTS or "torchpmap" not in code.co_filename:
-            return None
-        source = linecache.getline(code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not source.startswith(_NO_HANDLER):
-            lines += 1
-            if lines == number:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+def sends_a_step(code):
+    """Whether code sends a step or has its effects."""
+    return code.co_name in PARTS and "torchpmap" in code.co_filename
 
 
 def test_row_22_ctrl_c_at_any_line_of_a_jitted_step():
@@ -173,7 +146,7 @@ def test_row_22_ctrl_c_at_any_line_of_a_jitted_step():
     step()
     found, calls = set(), 1
     for number in itertools.count(1):
-        if not interrupted_at(number, step):
+        if not interrupted_at(number, step, sends_a_step):
             break
         found.add(int(count) - calls)
         calls = int(count)

@@ -2,16 +2,15 @@
 
 import contextlib
 import gc
-import linecache
 import os
 import resource
 import signal
-import sys
 import threading
 from concurrent.futures import Future
 
 import pytest
 import torch
+from _interrupts import NO_HANDLER, interrupted_at
 from _support import (
     EAGER,
     beside,
@@ -369,40 +368,18 @@ def test_a_failure_on_the_way_changes_nothing():
     assert torch.equal((x + cut).cpu(), X + X)
 
 
-_NO_HANDLER = ("with ", "try:", "ending.surely")
-"""Python runs no signal handler between the end of a ``with`` block and ``__exit__``, nor at
-``try``: an exception from there would keep the lock.  The last one is not looked at: Ctrl-C would
-have to come twice in a microsecond.
-"""
+_SURE = (*NO_HANDLER, "ending.surely")
+"""The last one is not looked at: Ctrl-C would have to come twice in a microsecond."""
+
+
+def puts_another_pool(code):
+    """Whether code puts one pool for another."""
+    ours = current.change.__code__, Pool.reopen.__code__
+    return code.co_name in ("switch", "settle") or code in ours
 
 
 def interrupt_at(number, times, function):
-    """Call a function; Ctrl-C comes before line ``number`` of what puts one pool for another, and
-    again at the next line of the clean-up.
-    """
-    ours = {current.change.__code__, Pool.reopen.__code__}
-    lines = 0
-
-    def trace(frame, event, arg):
-        nonlocal lines
-        if frame.f_code.co_name not in ("switch", "settle") and frame.f_code not in ours:
-            return None
-        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not source.startswith(_NO_HANDLER):
-            lines += 1
-            if number <= lines < number + times:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+    return interrupted_at(number, function, puts_another_pool, times=times, sure=_SURE)
 
 
 @pytest.mark.timeout(400)  # a pool is put for another some sixty times

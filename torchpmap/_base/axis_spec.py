@@ -23,7 +23,6 @@ from torchpmap._base.pytree import (
     flatten_as_met,
     is_registered_dataclass,
     open_node,
-    own,
     sort_key,
 )
 
@@ -259,7 +258,7 @@ def _different_children(spec: Node, node: Node) -> tuple[str, str] | None:
             f"    {_words(odd)}"
         )
     mapping = spec.kind in MAPPINGS
-    mine, full = (tuple(ours), tuple(theirs)) if mapping else (own(spec.context), node.context)
+    mine, full = (tuple(ours), tuple(theirs)) if mapping else (spec.context, node.context)
     if exact(mine) == exact(full):
         return None
     return "pytree metadata", (

@@ -264,7 +264,7 @@ def open_node(tree: Any) -> tuple[list[Any], Node] | None:
         labels = tuple(tree)
     elif is_registered_dataclass(context, keys):
         labels = tuple(context[0])
-    return children, Node(kind, context, labels, keys, (), definition.unflatten_fn, 0)
+    return children, Node(kind, _own(context), labels, keys, (), definition.unflatten_fn, 0)
 
 
 def _key_text(key: Any) -> str:
@@ -288,11 +288,10 @@ def _describe(tree: Any) -> Node | None:
     values, node = opened
     children = tuple(_describe(value) for value in values)
     total = sum(count_leaves(child) for child in children)
-    context = own(node.context)
-    return Node(node.kind, context, node.labels, node.keys, children, node.rebuild, total)
+    return Node(node.kind, node.context, node.labels, node.keys, children, node.rebuild, total)
 
 
-def own(context: Any) -> Any:
+def _own(context: Any) -> Any:
     """What a node holds besides its children, as it is now: the user may change it later."""
     return _copied(context, {})
 
@@ -386,7 +385,7 @@ def _build(node: Node, leaves: Sequence[Any], start: int) -> Any:
         return dict(zip(node.labels, values))  # noqa: B905 - `strict` costs a third of it
     if kind is tuple or kind is list:
         return kind(values)
-    return node.rebuild(list(values), own(node.context))
+    return node.rebuild(list(values), _own(node.context))
 
 
 def _text(node: Node | None, leaves: Iterator[str]) -> str:
