@@ -1047,6 +1047,8 @@ def test_a_wrapper_that_looks_like_torchs_changes_what_is_the_users():
 def test_a_thread_that_uses_what_a_step_writes(monkeypatch, reads):
     """A view that it takes sees the step's write, and what it writes is not undone by the step."""
     w, seen = tp.replicate(torch.ones(3)), []
+    act = (lambda: seen.append(w[0])) if reads else (lambda: w.mul_(0))
+    thread = threading.Thread(target=act)
 
     @tp.jit(compile=EAGER)
     def step(x):
@@ -1061,14 +1063,13 @@ def test_a_thread_that_uses_what_a_step_writes(monkeypatch, reads):
     def executed(runtime, team, plan, held, num, give_up=None):
         results = execute(runtime, team, plan, held, num, give_up)
         if give_up is not None:  # the call is sent, and may wait for room
-            act = (lambda: seen.append(w[0])) if reads else (lambda: w.mul_(0))
-            thread = threading.Thread(target=act)
             thread.start()
-            thread.join()
+            thread.join(None if reads else 0.2)  # a write waits for its turn
         return results
 
     with monkeypatch.context() as patch:
         patch.setattr(kind, "execute", executed)
         step(x)
+    thread.join()
     assert w.tolist() == [3 if reads else 0] * 3
     assert all(view.item() == 3 for view in seen)

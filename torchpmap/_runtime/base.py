@@ -11,6 +11,7 @@ import torch
 
 if TYPE_CHECKING:
     import socket
+    from threading import RLock
 
     from torchpmap._base.config import Config
     from torchpmap._base.devices import Device
@@ -64,6 +65,8 @@ class Runtime(Protocol):
     devices: tuple[Device, ...]
     device: torch.device
     """Device of the tensors that a plan computes with."""
+    send_lock: RLock
+    """Held by a thread while it sends a call."""
 
     @property
     def runs_here(self) -> bool:

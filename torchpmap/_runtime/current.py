@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from torchpmap._base import ending
 from torchpmap._base.boundary import boundary
@@ -162,6 +163,14 @@ def _refuse_to_wait() -> None:
     """Raise in a thread of the pool itself, for which ``change`` waits."""
     if _leaving is not None:
         refuse_to_wait()
+
+
+def refuse_to_wait_for(lock: Any) -> None:
+    """Raise in code that would wait for itself if it waited for ``lock``: the thread that has the
+    lock may wait for the code that this has interrupted.
+    """
+    running = _runtime or _leaving
+    refuse_to_wait(lock, _lock, *(() if running is None else (running.send_lock,)))
 
 
 def job_runtime() -> JobRuntime:

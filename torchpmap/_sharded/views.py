@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 from torchpmap._base.torch_internals import autograd_node, in_backward
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
+from torchpmap._runtime.current import refuse_to_wait_for
 from torchpmap._sharded.operations import move
 from torchpmap._sharded.transfer import store
 from torchpmap._sharded.unforeseen import name_of
@@ -262,6 +264,14 @@ def write(target: Any, handle: Handle) -> None:
         _spread(target, handle, set())
 
 
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """Let no other thread write meanwhile; raises in a handler that has interrupted a write."""
+    refuse_to_wait_for(_in_turn)
+    with _in_turn:
+        yield
+
+
 def write_all(
     targets: Sequence[Any], before: Sequence[Handle | None], handles: Sequence[Handle]
 ) -> None:
@@ -270,7 +280,7 @@ def write_all(
     Raises:
         Changed: they have others now.
     """
-    with _in_turn:
+    with in_turn():
         if any(x._handle is not was for x, was in zip(targets, before, strict=True)):
             raise Changed
         for target, handle in zip(targets, handles, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -29,7 +29,7 @@ from torchpmap._sharded.global_view import check_host_values
 from torchpmap._sharded.spread import NotOnBlocks
 from torchpmap._sharded.tensor import ShardedTensor, make_all
 from torchpmap._sharded.transfer import gather
-from torchpmap._sharded.views import Changed, is_linked, linked, write, write_all
+from torchpmap._sharded.views import in_turn, is_linked, linked, write
 from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.graphs import results_of
 from torchpmap._trace.optimizers import Numbers
@@ -281,6 +281,10 @@ class Program:
         return SHARED if len({x.untyped_storage()._cdata for x in plain}) < len(plain) else None
 
     def run(self, tensors: Sequence[Any]) -> Any:
+        with in_turn() if self.has_effects else nullcontext():
+            return self._run(tensors)
+
+    def _run(self, tensors: Sequence[Any]) -> Any:
         held = [
             each.handle(tensors)
             if same is None
@@ -438,13 +442,9 @@ def _write_all(
             continue
         if type(target) is not ShardedTensor:
             plain.append((target, layout, handle))
-        elif id(target) in early:
-            if is_linked(target):
-                with suppress(Changed):  # another thread has written to it since
-                    write_all([target], [handle], [handle])
         elif is_linked(target):
             write(target, handle)
-        else:
+        elif id(target) not in early:
             target._layout, target._handle = layout, handle
     written = [x for x in targets if x is not None]
     try:

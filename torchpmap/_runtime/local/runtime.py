@@ -69,8 +69,7 @@ class LocalRuntime:
 
     def __init__(self, num_devices: int, device_type: str, config: Config) -> None:
         self.devices = enumerate_devices(num_devices, device_type)
-        # each worker sees one GPU
-        self.device = PLATFORMS[device_type].device()
+        self.device = PLATFORMS[device_type].device()  # each worker sees one GPU
         self.timeout = config.timeout
         self.forked = False
         # guarded by the pool's send lock:
@@ -80,6 +79,7 @@ class LocalRuntime:
         # of fetches that were interrupted: command, ranks, memory to which they may still write
         self._lent: deque[tuple[int, Sequence[int], Sequence[torch.Tensor]]] = deque()
         self._pool = Pool(self.devices, config, on_tick=self._tell_news, on_repaired=self._restore)
+        self.send_lock = self._pool.send_lock
         self._plans = Plans(self._pool, self.devices)
         self._limited = self._plans.limited
         self._incidents = self._pool.incidents

@@ -93,7 +93,7 @@ class TorchrunRuntime:
         number = self._platform.narrow(own_number(place, self._platform))
         self.device = self._platform.open(number, place.rank)
         self.forked = False
-        self._lock = threading.RLock()  # one call at a time: all ranks need one order of them
+        self.send_lock = threading.RLock()  # one call at a time: all ranks need one order of them
         self._plans: dict[int, Defined] = {}
         self._teams: dict[tuple[int, ...], Team] = {}
         self._rendezvous = Rendezvous(place, device_type, config.patience)
@@ -163,13 +163,13 @@ class TorchrunRuntime:
 
     def together(self, work: Callable[[Rendezvous], T]) -> T:
         """Run work that needs all processes and calls no plan; it fails as a call does."""
-        with self._lock:
+        with self.send_lock:
             self._settle()  # the work may use a group that a call uses
             with self._failures.failing():
                 return work(self._rendezvous)
 
     def agree(self, ranks: Sequence[int], mine: bytes, what: str) -> bool:
-        with self._lock:
+        with self.send_lock:
             if not self._platform.is_hardware:  # else the groups of its calls are others
                 self._settle()
             self.raise_if_closed()
@@ -201,7 +201,7 @@ class TorchrunRuntime:
     # -- values ------------------------------------------------------------------------------------
 
     def put(self, team: Team, blocks: Sequence[torch.Tensor]) -> Handle:
-        with self._lock:
+        with self.send_lock:
             self.raise_if_closed()
             if self.rank not in team.ranks:
                 return _Block(None, team)
@@ -250,7 +250,7 @@ class TorchrunRuntime:
         self, team: Team, definition: Definition, groups: dict[str, RankPartition]
     ) -> CompileReport:
         ranks = definition.ranks
-        with self._lock:
+        with self.send_lock:
             self.raise_if_closed()
             if self.rank not in ranks:
                 raise ValueError(
@@ -295,7 +295,7 @@ class TorchrunRuntime:
         num_outputs: int,
         give_up: GiveUp | None = None,
     ) -> list[Handle]:
-        self._lock.acquire()  # "with" takes twice as long
+        self.send_lock.acquire()  # "with" takes twice as long
         try:
             if self._failures.closed_because is not None:
                 self.raise_if_closed()
@@ -316,7 +316,7 @@ class TorchrunRuntime:
                 raise failure from failure.__cause__
             seq = self._seq
         finally:
-            self._lock.release()
+            self.send_lock.release()
         held += [_Block(result, team, seq) for result in results]
         return held
 
@@ -337,7 +337,7 @@ class TorchrunRuntime:
     def run_task(
         self, team: Team, task: Task, held: Sequence[Any]
     ) -> tuple[list[Report | None], list[Handle]]:
-        with self._lock:
+        with self.send_lock:
             self._settle()
             assert task.body is not None
             # a copy, as in the local runtime: what the function changes must not be seen outside;
@@ -395,7 +395,7 @@ class TorchrunRuntime:
         """In a forked child: memory and connections are shared with the parent, whose part in the
         job it would take.
         """
-        self.forked, self._completion, self._lock = True, None, threading.RLock()
+        self.forked, self._completion, self.send_lock = True, None, threading.RLock()
         self._failures.closed_because = FORKED
         self._failures.close()
         self._groups.in_forked_child()

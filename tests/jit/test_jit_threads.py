@@ -1,0 +1,97 @@
+"""Covers: _transforms/jit_program.py: threads and handlers that call functions with effects."""
+
+import threading
+
+import pytest
+import torch
+
+import torchpmap as tp
+from torchpmap._plan.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+THREADS, CALLS = 4, 50
+
+
+def in_threads(work):
+    def repeat():
+        for _ in range(CALLS):
+            work()
+
+    threads = [threading.Thread(target=repeat) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_threads_write_to_one_tensor():
+    w = tp.replicate(torch.zeros(4, 3))
+    row = w[1]  # a write to it is one to w
+    add, add_to_row = tp.jit(lambda x: w.add_(x)), tp.jit(lambda: row.add_(1))
+
+    def work():
+        add(1)
+        w.add_(1)
+        add_to_row()
+        row.add_(1)
+
+    work()
+    in_threads(work)
+    calls = THREADS * CALLS + 1
+    assert w.tolist() == [[4.0 * calls if k == 1 else 2.0 * calls] * 3 for k in range(4)]
+
+
+def trained(act, times, put=lambda x: x, jit=lambda f: f):
+    model = put(torch.nn.Linear(3, 2))
+    with torch.no_grad():
+        for k, p in enumerate(model.parameters()):
+            p.copy_(put(torch.arange(p.numel()).reshape(p.shape) / 8 + k))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    average = [p.detach().clone() for p in model.parameters()]
+
+    @jit
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()
+        torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 0.5)
+
+    step()
+    act(lambda: [step() for _ in range(times)])
+    counts = [entry["step"] for entry in optimizer.state.values()]
+    return [x.cpu().detach() for x in (*model.parameters(), *average, *counts)]
+
+
+def test_threads_train_one_model():
+    found = trained(in_threads, 1, tp.replicate, tp.jit)
+    expected = trained(lambda work: work(), THREADS * CALLS)
+    torch.testing.assert_close(found, expected)
+
+
+def write_by_itself(w, f):
+    w.mul_(2)
+
+
+def write_by_a_step(w, f):
+    f()
+
+
+@pytest.mark.parametrize("act", [write_by_itself, write_by_a_step])
+def test_a_handler_that_interrupts_a_write_cannot_write(monkeypatch, act):
+    w = tp.replicate(torch.zeros(3))
+    f = tp.jit(lambda: w.add_(1))
+    f()
+    real = Plan.run
+
+    def interrupted(*given):
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match=r"a signal handler or a finalizer.*for itself"):
+            act(w, f)
+        return real(*given)
+
+    monkeypatch.setattr(Plan, "run", interrupted)
+    f()
+    assert w.tolist() == [2.0] * 3
+    act(w, f)
+    assert w.tolist() == [4.0 if act is write_by_itself else 3.0] * 3
