@@ -319,6 +319,13 @@ def test_other_files_are_left_alone(tmp_path):
     assert (tmp_path / "mine").read_text() == "x"
 
 
+def test_the_current_folder_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileExistsError, match=r"is the current folder.* Choose another name"):
+        save(".", 1)
+    assert os.path.samefile(tmp_path, ".")
+
+
 def test_inside_a_mapped_function(tmp_path, mode):
     with pytest.raises(RuntimeError, match=r"checkpoint.save was called inside a mapped function"):
         tp.pmap(lambda x: save(tmp_path / "c", x), compile=mode)(torch.ones(4))

@@ -385,6 +385,20 @@ def test_latest_passes_over_what_is_damaged(tmp_path):
         assert latest(tmp_path) == tmp_path / "step_1"
 
 
+def test_latest_finds_one_that_is_replaced_while_it_looks(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path / f"step_{step}", 1)
+    read = _load.Table.of
+
+    def late(folder):
+        monkeypatch.undo()
+        folder.rename(tmp_path / ".step_2.replaced")
+        return read(folder)
+
+    monkeypatch.setattr(_load.Table, "of", late)
+    assert latest(tmp_path) == tmp_path / "step_2"
+
+
 # -- torchrun --------------------------------------------------------------------------------------
 
 

@@ -24,10 +24,9 @@ from typing import Any, Literal, overload
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import CheckpointError, warn
 from torchpmap._runtime import current
-from torchpmap.checkpoint._folder import Folder, OtherFormat
-from torchpmap.checkpoint._load import ShapeDtypeStruct, load_tree
+from torchpmap.checkpoint._folder import OtherFormat
+from torchpmap.checkpoint._load import ShapeDtypeStruct, is_complete, load_tree
 from torchpmap.checkpoint._save import begin
-from torchpmap.checkpoint._table import Table
 
 __all__ = ["Saving", "ShapeDtypeStruct", "latest", "load", "save"]
 
@@ -225,12 +224,9 @@ def latest(directory: PathLike) -> Path | None:
         if number is not None and not name.startswith(".") and entry.is_dir():
             found[name] = int(number[0])
     for name in sorted(found, key=lambda name: (found[name], name), reverse=True):
-        folder = Folder(root / name).find()
         try:
-            Table.of(folder)
-            return root / name
-        except FileNotFoundError:
-            continue  # something else
+            if is_complete(root / name):
+                return root / name
         except OtherFormat:
             raise  # rather than begin again with an earlier one
         except CheckpointError as error:

@@ -156,6 +156,11 @@ class Folder:
                 f"torchpmap.checkpoint.save: {self.path} exists and is no checkpoint, so it is not "
                 "replaced. Choose another name, or remove it."
             )
+        if self.path == Path.cwd():  # which would be a folder without a name then
+            raise FileExistsError(
+                f"torchpmap.checkpoint.save: {self.path} is the current folder, which a checkpoint "
+                'would replace. Choose another name, such as "step_1".'
+            )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         earlier = _unfinished.get(self.growing)
         if earlier is not None:  # of a save that failed, or that a signal handler has interrupted

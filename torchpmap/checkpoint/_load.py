@@ -107,6 +107,23 @@ def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
     return (table.structure if like is None else structure).unflatten(values)
 
 
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint of that name can be read, also while another one replaces it.
+
+    Raises:
+        CheckpointError: it is damaged, or in another format.
+    """
+    while True:
+        folder = Folder(path).find()
+        found = _version(folder)
+        try:
+            Table.of(folder)
+            return True
+        except FileNotFoundError:
+            if Folder(path).find() == folder and _version(folder) == found:
+                return False
+
+
 def _version(folder: Path) -> tuple[int, int] | None:
     """What differs between a checkpoint and one that takes its name."""
     try:
