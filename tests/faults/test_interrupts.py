@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import threading
 
 import pytest
 import torch
@@ -155,6 +156,18 @@ def test_row_22_ctrl_c_at_any_line_of_a_jitted_step():
         # Adam's steps are as long as the rate where the gradient stays the same
         assert weight.tolist() == pytest.approx([0, -calls / 2, -calls / 2], rel=1e-3)
     assert found == {0, 1}
+    assert_pool_works()
+
+
+@pytest.mark.parametrize("number", mostly_long(range(1, 6), 4))
+def test_row_22_ctrl_c_while_a_repair_begins(number):
+    pid = worker_pids()[1]
+    kill(pid)
+    assert wait_for(lambda: running_pool().broken)
+    start = threading.Thread.start.__code__
+    interrupted_at(number, lambda: total(rows).tolist(), lambda code: code is start)
+    within(20, lambda: total(rows).tolist())
+    assert worker_pids()[1] != pid
     assert_pool_works()
 
 

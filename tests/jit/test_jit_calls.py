@@ -477,9 +477,14 @@ def test_what_is_resharded_names_the_users_line():
 def test_a_setting_tells_of_gathers(monkeypatch):
     x, w = on(P("x")), on(P("x"), X[:4])
     moved = "float32.4, 4. from PartitionSpec.'x',. to PartitionSpec.. .64 B."
+    product, later = jit(lambda x: x @ w), jit(lambda x: x @ w)
+    product(x)
     monkeypatch.setattr(tp.config, "gathers", "raise")
-    with pytest.raises(RuntimeError, match=rf"operands are resharded: aten\.mm\.default: {moved}"):
-        jit(lambda x: x @ w)(x)
+    for f in (product, later, product):
+        with pytest.raises(
+            RuntimeError, match=rf"operands are resharded: aten\.mm\.default: {moved}"
+        ):
+            f(x)
     with pytest.raises(
         RuntimeError, match=r"^aten\.cumsum\.default gathers \(128 B\), at .*'raise'"
     ):
@@ -489,7 +494,8 @@ def test_a_setting_tells_of_gathers(monkeypatch):
     with pytest.warns(UserWarning, match=r"aten\.cumsum\.default gathers"):
         assert torch.equal(x.cumsum(0).cpu(), X.cumsum(0))
     with pytest.warns(UserWarning, match=r"^jit\(<lambda>\): operands are resharded"):
-        assert torch.equal(jit(lambda x: x @ w)(x).cpu(), X @ X[:4])
+        assert torch.equal(product(x).cpu(), X @ X[:4])
+    assert product.num_traces == 1
     with pytest.raises(
         ValueError, match="gathers must be 'allow', 'warn' or 'raise', but got 'no'"
     ):

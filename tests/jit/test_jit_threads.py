@@ -1,28 +1,24 @@
 """Covers: _transforms/jit_program.py: threads and handlers that call functions with effects."""
 
-import threading
-
 import pytest
 import torch
+from _support import EAGER, in_threads
 
 import torchpmap as tp
 from torchpmap._plan.plan import Plan
+from torchpmap._sharded import views
 
 pytestmark = pytest.mark.usefixtures("pool")
 
 THREADS, CALLS = 4, 50
 
 
-def in_threads(work):
-    def repeat():
-        for _ in range(CALLS):
+def repeated(work, calls=CALLS):
+    def repeat(_):
+        for _ in range(calls):
             work()
 
-    threads = [threading.Thread(target=repeat) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(THREADS, repeat)
 
 
 def test_threads_write_to_one_tensor():
@@ -37,7 +33,7 @@ def test_threads_write_to_one_tensor():
         row.add_(1)
 
     work()
-    in_threads(work)
+    repeated(work)
     calls = THREADS * CALLS + 1
     assert w.tolist() == [[4.0 * calls if k == 1 else 2.0 * calls] * 3 for k in range(4)]
 
@@ -64,9 +60,20 @@ def trained(act, times, put=lambda x: x, jit=lambda f: f):
 
 
 def test_threads_train_one_model():
-    found = trained(in_threads, 1, tp.replicate, tp.jit)
+    found = trained(repeated, 1, tp.replicate, tp.jit)
     expected = trained(lambda work: work(), THREADS * CALLS)
     torch.testing.assert_close(found, expected)
+
+
+def test_threads_make_one_gradient():
+    w, x = tp.replicate(torch.ones(3)).requires_grad_(), torch.tensor(1.0)
+    step = tp.jit(lambda x: (w * x).sum().backward(), compile=EAGER)
+    step(x)
+    step(x)
+    for _ in range(20):
+        w.grad = None
+        repeated(lambda: step(x), 1)
+        assert w.grad.tolist() == [THREADS] * 3
 
 
 def write_by_itself(w, f):
@@ -95,3 +102,10 @@ def test_a_handler_that_interrupts_a_write_cannot_write(monkeypatch, act):
     assert w.tolist() == [2.0] * 3
     act(w, f)
     assert w.tolist() == [4.0 if act is write_by_itself else 3.0] * 3
+
+
+def test_a_handler_that_interrupts_the_making_of_a_view_cannot_write():
+    w = tp.replicate(torch.zeros(3))
+    with views._linking, pytest.raises(RuntimeError, match="a signal handler or a finalizer"):
+        w.add_(1)
+    assert w.add_(1).tolist() == [1.0] * 3

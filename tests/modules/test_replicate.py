@@ -424,6 +424,12 @@ REFUSED = {
     "no such name": (
         lambda: by_spec("up", P("x")), ValueError,
         r"'up' is found in no name; there are 0.weight, 0.bias\.$"),
+    "no expression": (
+        lambda: by_spec("(", P("x")), ValueError,
+        r"^shard_module\(Sequential\): '\(' is no regular expression: missing \)"),
+    "no module": (
+        lambda: tp.shard_module({"w": torch.ones(4)}, {"w": P("x")}, tp.make_mesh((4,), ("x",))),
+        TypeError, r"^shard_module\(dict\): module must be an nn\.Module\.$"),
     "uneven": (
         lambda: by_spec("bias", P("x")), ValueError,
         r"^shard_module\(Sequential\): 0\.bias: .*evenly divide"),

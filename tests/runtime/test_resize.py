@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import operator
 import os
 import resource
 import signal
@@ -435,6 +436,26 @@ def test_calls_and_batches_of_other_threads_go_on():
         finally:
             over.set()
     assert set(results) == {1.0}
+
+
+def test_writes_of_other_threads_wait_for_it():
+    w, v, over = tp.replicate(torch.zeros(3)), tp.replicate(torch.zeros(3)), threading.Event()
+    add, counts = tp.jit(lambda: v.add_(1), compile=EAGER), [0, 0]
+
+    def write(k, act):
+        while not over.is_set():
+            act()
+            counts[k] += 1
+
+    with beside(lambda: write(0, lambda: w.add_(1))), beside(lambda: write(1, add)):
+        try:
+            for k in range(6):
+                before = list(counts)
+                assert wait_for(lambda before=before: all(map(operator.lt, before, counts)))
+                tp.resize(3 - k % 2)
+        finally:
+            over.set()
+    assert [w.tolist(), v.tolist()] == [[count] * 3 for count in counts]
 
 
 def amid_a_change(act):

@@ -22,6 +22,7 @@ from _spies import asked
 from _support import close
 
 import torchpmap as tp
+from torchpmap._sharded import views
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -412,6 +413,16 @@ def test_threads_may_write_to_parts_of_one_tensor(monkeypatch, name, write):
     x = on_mesh(torch.zeros(4, 3), ("i",))
     while_another_thread(lambda x: x[2].add_(2), x, monkeypatch, name, write)
     assert x.tolist() == [[0] * 3, [1] * 3, [2] * 3, [0] * 3]
+
+
+def test_a_link_does_not_undo_what_another_thread_writes(monkeypatch):
+    x = on_mesh(torch.zeros(4, 3), ("i",))
+
+    def link(x):  # as of a value that was read before another write
+        views._catch_up(x, None)
+
+    while_another_thread(lambda x: x.add_(1), x, monkeypatch, "views.write", link)
+    assert x.tolist() == [[1] * 3] * 4
 
 
 def test_a_reader_does_not_wait_for_a_write(monkeypatch):

@@ -106,9 +106,9 @@ def shard_module(
         mesh: default: that of ``set_mesh``.
 
     Raises:
-        TypeError: a value of ``specs`` is no ``P(...)``.
-        ValueError: a shape does not divide, a pattern is found in no name, there is no mesh, or an
-            optimizer holds the parameters already.
+        TypeError: ``module`` is no module, or a value of ``specs`` no ``P(...)``.
+        ValueError: a shape does not divide, a pattern is wrong or found in no name, there is no
+            mesh, or an optimizer holds the parameters already.
 
     Example:
         >>> import torch, torchpmap as tp
@@ -126,9 +126,15 @@ def shard_module(
         raise ValueError(
             f"{name} needs a mesh: pass mesh=, or choose one with torchpmap.set_mesh(mesh)."
         )
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"{name}: module must be an nn.Module.")
     for pattern, spec in specs.items():
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"{name}: {pattern!r} must be a P(...), but is {spec!r}.")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{name}: {pattern!r} is no regular expression: {error}.") from None
     names = [path for path, _ in (*module.named_parameters(), *module.named_buffers())]
     for pattern in specs:
         if not any(re.search(pattern, path) for path in names):

@@ -165,12 +165,12 @@ def _refuse_to_wait() -> None:
         refuse_to_wait()
 
 
-def refuse_to_wait_for(lock: Any) -> None:
-    """Raise in code that would wait for itself if it waited for ``lock``: the thread that has the
-    lock may wait for the code that this has interrupted.
+def refuse_to_wait_for(*locks: Any) -> None:
+    """Raise in code that would wait for itself if it waited for one of ``locks``: the thread that
+    has it may wait for the code that this has interrupted.
     """
     running = _runtime or _leaving
-    refuse_to_wait(lock, _lock, *(() if running is None else (running.send_lock,)))
+    refuse_to_wait(*locks, steady, _lock, *(() if running is None else (running.send_lock,)))
 
 
 def job_runtime() -> JobRuntime:

@@ -31,6 +31,7 @@ from torchpmap._runtime import current, inline_mode
 from torchpmap._runtime.base import Handle, PoolRuntime
 from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap._sharded.transfer import blocks_of, gather, store_on
+from torchpmap._sharded.views import in_turn
 
 
 @boundary
@@ -83,7 +84,8 @@ ShardedTensor(7., replicated on cpu:0 cpu:1))
     if not current.has_values():
         current.init(num_devices, before[0].platform)
     elif num_devices != len(before) or kept != before or not current.is_running():
-        current.change(num_devices, partial(_carry, kept))
+        with in_turn():  # what another thread wrote meanwhile would be lost
+            current.change(num_devices, partial(_carry, kept))
 
 
 def _refuse_where_impossible() -> None:

@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -264,12 +264,10 @@ def write(target: Any, handle: Handle) -> None:
         _spread(target, handle, set())
 
 
-@contextmanager
-def in_turn() -> Iterator[None]:
-    """Let no other thread write meanwhile; raises in a handler that has interrupted a write."""
-    refuse_to_wait_for(_in_turn)
-    with _in_turn:
-        yield
+def in_turn() -> AbstractContextManager[bool]:
+    """The lock of a thread that writes; raises in a handler that has interrupted a write."""
+    refuse_to_wait_for(_in_turn, _linking)
+    return _in_turn
 
 
 def write_all(
@@ -289,9 +287,11 @@ def write_all(
 
 def _catch_up(tensor: Any, handle: Handle | None) -> None:
     """Let a new link of a tensor get what another thread has written since ``handle`` was read."""
-    now = tensor._handle
-    if now is not handle and now is not None:
-        write(tensor, now)
+    if tensor._handle is not handle:
+        with _in_turn:
+            now = tensor._handle
+            if now is not handle and now is not None:
+                write(tensor, now)
 
 
 def _spread(tensor: Any, value: Handle, done: set[int]) -> None:

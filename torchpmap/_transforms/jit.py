@@ -12,6 +12,7 @@ import reprlib
 import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, cast, overload
@@ -35,6 +36,7 @@ from torchpmap._runtime.current import expect_compiling
 from torchpmap._runtime.current import runtime as current_runtime
 from torchpmap._sharded.constraints import with_sharding_constraint
 from torchpmap._sharded.tensor import ShardedTensor
+from torchpmap._sharded.views import Changed
 from torchpmap._trace import recording
 from torchpmap._trace.environment import Environment, Surroundings
 from torchpmap._trace.optimizers import NotYet
@@ -156,6 +158,12 @@ class Jitted(Made, Generic[_P, _R]):
         return LoweredProgram(program)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        while True:
+            with suppress(Changed):
+                return self._run_now(args, kwargs)
+
+    def _run_now(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        since = Program.num_turns
         program, taken = self._program_of(args, kwargs, self._make)
         if program is None:
             return self._by_operation(args, kwargs)
@@ -168,7 +176,7 @@ class Jitted(Made, Generic[_P, _R]):
             return self._by_operation(args, kwargs)
         if config.sought and (program.has_effects or program.changes.of_given):
             return self._by_operation(args, kwargs)
-        return program.changes.put_back(program.run(taken), (args, kwargs))
+        return program.changes.put_back(program.run(taken, since), (args, kwargs))
 
     def _by_operation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording.lacks(self._options.prefix, _BY_OPERATION)

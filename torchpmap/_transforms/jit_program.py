@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -13,6 +12,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from torchpmap._base.ambient import ambient, for_graph
+from torchpmap._base.config import config
 from torchpmap._base.devices import Device
 from torchpmap._base.storages import own_strides
 from torchpmap._base.torch_internals import hooks_of
@@ -29,7 +29,7 @@ from torchpmap._sharded.global_view import check_host_values
 from torchpmap._sharded.spread import NotOnBlocks
 from torchpmap._sharded.tensor import ShardedTensor, make_all
 from torchpmap._sharded.transfer import gather
-from torchpmap._sharded.views import in_turn, is_linked, linked, write
+from torchpmap._sharded.views import Changed, in_turn, is_linked, linked, write
 from torchpmap._trace.compile import parse_compile
 from torchpmap._trace.graphs import results_of
 from torchpmap._trace.optimizers import Numbers
@@ -48,6 +48,7 @@ from torchpmap._transforms.jit_values import (
     Place,
     StepNumbers,
     Value,
+    direct,
     returned,
 )
 from torchpmap.random._streams import new_seed
@@ -94,6 +95,10 @@ class Program:
     """What runs for one kind of call."""
 
     changes = Changes()
+    num_turns = 0
+    """How many calls with effects there have been, of all programs."""
+    _told = "allow"
+    """The setting ``tp.config.gathers`` that it has heeded."""
 
     def __init__(
         self,
@@ -119,7 +124,7 @@ class Program:
         self._inputs = [self._input(x, seed, place(x), traced) for x in traced.captured]
         self._inputs += [Value(Argument(k), place(x)) for k, x in enumerate(tensors)]
         self._check_equal(call, options, devices)
-        self._direct = [_direct(each, tensors) for each in self._inputs]
+        self._direct = [direct(each, tensors) for each in self._inputs]
         inputs_of = {id(x): k for k, x in enumerate(traced.captured)}
         self._counted = [inputs_of[id(each.vector)] for each in traced.counted]
         """Places of the inputs that follow what a call returns."""
@@ -151,10 +156,9 @@ class Program:
             self.plan, self.resharded = plans.forward, plans.resharded
         except NotOnBlocks as error:
             raise Untraceable(str(error), options.where, "indices, or x.contiguous()") from error
-        if self.resharded:
-            few = "; ".join(map(str, self.resharded[:3]))
-            more = f"; and {len(self.resharded) - 3} more" if len(self.resharded) > 3 else ""
-            tell_of_gather(f"{options.prefix}: operands are resharded: {few}{more}")
+        few, num_more = "; ".join(map(str, self.resharded[:3])), len(self.resharded) - 3
+        more = f"; and {num_more} more" if num_more > 0 else ""
+        self._reshards = f"{options.prefix}: operands are resharded: {few}{more}"
 
     def _check_equal(self, call: JitCall, options: Options, devices: Sequence[Device]) -> None:
         """Raise if processes give different host values: their copies of the results would differ.
@@ -229,7 +233,9 @@ class Program:
 
     def taken(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         """What it takes of a call; None unless all is as it was in the trace, but for values."""
-        if not self.plan.holds() or fixed_parts(self._closed) != self._kinds:
+        if self.plan.team.runtime is not current_runtime() or not self.plan.holds():
+            return None
+        if fixed_parts(self._closed) != self._kinds:
             return None
         if self._pattern(tensors) != self._alike:
             return None
@@ -280,11 +286,29 @@ class Program:
         plain = [*self._plain, *(x for x in tensors if type(x) is not ShardedTensor)]
         return SHARED if len({x.untyped_storage()._cdata for x in plain}) < len(plain) else None
 
-    def run(self, tensors: Sequence[Any]) -> Any:
-        with in_turn() if self.has_effects else nullcontext():
+    def run(self, tensors: Sequence[Any], since: int) -> Any:
+        """What the function returns, after its effects; ``since``: ``num_turns`` before ``taken``.
+
+        Raises:
+            Changed: another thread has changed since then what the program depends on.
+        """
+        if self.resharded and self._told != config.gathers:
+            tell_of_gather(self._reshards)
+            self._told = config.gathers
+        if not self.has_effects:
             return self._run(tensors)
+        with in_turn():
+            if Program.num_turns != since and self.taken(tensors) is None:
+                raise Changed
+            try:
+                return self._run(tensors)
+            finally:
+                Program.num_turns += 1
 
     def _run(self, tensors: Sequence[Any]) -> Any:
+        here = current_runtime()
+        if self.plan.team.runtime is not here:
+            raise Changed
         held = [
             each.handle(tensors)
             if same is None
@@ -293,7 +317,6 @@ class Program:
         ]
         for target in self._required:
             target.of(tensors).requires_grad_()
-        here = current_runtime()
         if any(handle is None or handle.team.runtime is not here for handle in held):
             held = [each.handle(tensors) for each in self._inputs]  # says what is gone
         if self._derivable is None or torch.is_inference_mode_enabled():
@@ -402,16 +425,6 @@ def _like(made: torch.Tensor, source: torch.Tensor | None) -> Layout | None:
     return source._alive()[0] if source.dtype == made.dtype else None
 
 
-def _direct(given: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The tensor of an input that is the same in each call, or the place among ``tensors`` of one
-    on the devices, as it lies as it did in the first; None for other inputs.
-    """
-    place = given.place if isinstance(given, Value) else None
-    if isinstance(place, Argument) and type(tensors[place.place]) is ShardedTensor:
-        return place.place
-    return place.tensor if isinstance(place, ClosedOver) else None
-
-
 def layout_of_gradient(leaf: Any) -> Any:
     """Where the gradient of a leaf lies; None if it has none."""
     grad = leaf.grad
@@ -442,10 +455,11 @@ def _write_all(
             continue
         if type(target) is not ShardedTensor:
             plain.append((target, layout, handle))
-        elif is_linked(target):
-            write(target, handle)
-        elif id(target) not in early:
-            target._layout, target._handle = layout, handle
+        else:
+            if id(target) not in early:
+                target._layout, target._handle = layout, handle
+            if is_linked(target):  # asked last: another thread may take a view at any moment
+                write(target, handle)
     written = [x for x in targets if x is not None]
     try:
         increment_version(written)

@@ -95,8 +95,8 @@ class Storing:
         state = _State(self.slots)
         return self._program.taken([*state.tensors, *tensors]) if state.key() == self._key else None
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        result, values = self._program.run(tensors)
+    def run(self, tensors: Sequence[torch.Tensor], since: int) -> Any:
+        result, values = self._program.run(tensors, since)
         _write_all(self.slots, values)
         return result
 

@@ -279,6 +279,16 @@ class Kept(NamedTuple):
         return self.captured.handle()
 
 
+def direct(given: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The tensor of an input that is the same in each call, or the place among ``tensors`` of one
+    on the devices, as it lies as it did in the first; None for other inputs.
+    """
+    place = given.place if isinstance(given, Value) else None
+    if isinstance(place, Argument) and type(tensors[place.place]) is ShardedTensor:
+        return place.place
+    return place.tensor if isinstance(place, ClosedOver) else None
+
+
 class StepNumbers:
     """The rates and counters of an optimizer, as an input.
 

@@ -333,11 +333,7 @@ class Pool:
                     return
                 self.monitor.begin()
                 repair = self._repair_in_progress = Repair(self._run, self._hurry)
-                try:
-                    repair.start()
-                except RuntimeError:  # there are too many threads
-                    self._repair_in_progress = None
-                    raise
+            repair.start()  # also one whose start was interrupted
         import_dynamo()  # the caller has to wait, and most trace next
         with waiting(_WAITS_FOR[bool(self._verdict.failures or self._verdict.deaths)]):
             failure = repair.wait(lambda: self._known_failure(wanted))

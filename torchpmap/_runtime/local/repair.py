@@ -19,12 +19,16 @@ class Repair:
         self._work = work
         self._on_interrupt = on_interrupt
         self._ended: futures.Future[None] = futures.Future()
+        self._has_begun = threading.Lock()
 
     def start(self) -> None:
-        """Begin; ``RuntimeError`` if there are too many threads."""
-        threading.Thread(None, self._run, REPAIRER, daemon=True).start()
+        """Begin, if it has not; ``RuntimeError`` if there are too many threads."""
+        if not self._has_begun.locked():
+            threading.Thread(None, self._run, REPAIRER, daemon=True).start()
 
     def _run(self) -> None:
+        if not self._has_begun.acquire(blocking=False):
+            return  # Ctrl-C came while an earlier start ended
         try:
             self._work()
         except BaseException as error:
