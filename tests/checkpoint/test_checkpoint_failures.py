@@ -22,7 +22,7 @@ from _support import EAGER, in_threads, worker_pids
 from _values import WHOLE, rows, sign, table_of
 
 import torchpmap as tp
-from torchpmap.checkpoint import _load, latest, load, save
+from torchpmap.checkpoint import _load, _save, latest, load, save
 from torchpmap.checkpoint._save import begin
 
 pytestmark = pytest.mark.usefixtures("four_devices")
@@ -232,6 +232,22 @@ def test_a_save_replaces_one_of_its_process_that_has_not_ended(tmp_path):
         finish()
     assert load(tmp_path / "c") == 2
     assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_save_in_a_handler_leaves_the_save_that_it_interrupts_whole(tmp_path, monkeypatch):
+    run_on, calls = _save.run_on, []
+
+    def interrupted(*args):
+        told = run_on(*args)
+        calls.append(args)
+        if len(calls) == 1:  # the workers have copied, and do not write yet
+            save(tmp_path / "other", {"w": rows(WHOLE[4:])})
+        return told
+
+    monkeypatch.setattr(_save, "run_on", interrupted)
+    save(tmp_path / "c", {"w": rows(WHOLE[:4])})
+    assert torch.equal(load(tmp_path / "c")["w"], WHOLE[:4])
+    assert torch.equal(load(tmp_path / "other")["w"], WHOLE[4:])
 
 
 def test_a_forked_child_does_not_keep_the_folder(tmp_path):

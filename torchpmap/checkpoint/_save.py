@@ -288,8 +288,8 @@ class Snapshot:
     ) -> tuple[None, list[torch.Tensor]]:
         writer = rank.ranks[int(rank.index)]
         plan = self.plans.get(writer, {})
-        if self.pipes not in _copies:
-            _copies.clear()  # they are left from a save that failed
+        for left in [pipes for pipes in _copies if not os.path.exists(f"{pipes}{writer}")]:
+            del _copies[left]  # of a save that failed: one that a handler interrupts has its pipes
         copies = _copies.setdefault(self.pipes, {})
         for key, block in zip(self.keys, blocks, strict=True):
             if key in plan:
