@@ -273,6 +273,7 @@ def test_a_shape_that_does_not_divide(tmp_path):
         ({"q": torch.empty(2, dtype=torch.uint4)}, TypeError, r"tree\['q'\] .* \(uint4, "),
         ({"m": torch.empty(2, device="meta")}, TypeError, r"tree\['m'\] is on the device 'meta'"),
         ({"__metadata__": torch.ones(1)}, ValueError, r"'__metadata__', a name that safetensors k"),
+        ({"\ud800": torch.ones(1)}, ValueError, r"saved as '\\ud800', which is no Unicode text"),
         ({"o": np.array(["a"])}, TypeError, r"tree\['o'\] is an array of dtype <U1, which torch"),
         ({(1, 2): 3}, TypeError, r"the dict tree has the key \(1, 2\), but the keys must be"),
         ({"a": {"b": 1}, "a.b": 2}, ValueError, r"tree\['a'\]\['b'\] and tree\['a.b'\] would both"),
@@ -324,6 +325,12 @@ def test_the_current_folder_stays(tmp_path, monkeypatch):
     with pytest.raises(FileExistsError, match=r"is the current folder.* Choose another name"):
         save(".", 1)
     assert os.path.samefile(tmp_path, ".")
+
+
+def test_the_root_folder_cannot_be_a_checkpoint():
+    for call in (lambda: save("/", 1), lambda: load("/")):
+        with pytest.raises(ValueError, match=r"^torchpmap.checkpoint: / is the root folder, which"):
+            call()
 
 
 def test_inside_a_mapped_function(tmp_path, mode):

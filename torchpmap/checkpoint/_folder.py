@@ -128,6 +128,11 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(os.fspath(path)))
+        if not self.path.name:
+            raise ValueError(
+                f"torchpmap.checkpoint: {self.path} is the root folder, which cannot be a "
+                'checkpoint. Give a folder in it, such as "/step_1".'
+            )
         self.growing = self.path.with_name(f".{self.path.name}.saving")
         self.replaced = self.path.with_name(f".{self.path.name}.replaced")
         self._locked: list[int] = []

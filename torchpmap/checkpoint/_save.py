@@ -104,10 +104,12 @@ def _array(leaf: Leaf) -> _Array | None:
     kind, value = leaf_kind(leaf), leaf.value
     if type(value) in VALUES:
         return None
-    if leaf.key == RESERVED:
+    is_text = leaf.key.encode(errors="ignore").decode() == leaf.key  # no lone surrogate
+    if leaf.key == RESERVED or not is_text:
+        why = "a name that safetensors keeps for itself" if is_text else "which is no Unicode text"
         raise ValueError(
-            f"torchpmap.checkpoint.save: {leaf.path} would be saved as {RESERVED!r}, a name that "
-            "safetensors keeps for itself. Rename the key."
+            f"torchpmap.checkpoint.save: {leaf.path} would be saved as {leaf.key!r}, {why}. Rename "
+            "the key."
         )
     if isinstance(value, ShardedTensor):
         layout, _ = value._alive()
