@@ -9,7 +9,6 @@ under ``torch.func``::
     normalize(torch.arange(4.0))
 """
 
-import sys as _sys
 from importlib import import_module as _import
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -32,9 +31,7 @@ def _find(name: str) -> _Any:
             return _import(f"torchpmap.{name}")
         api = _import("torchpmap._api")
     if name != "__all__" and name not in api.__all__:
-        advice = _import("torchpmap._jax_names").advice(name)
-        text = f"module {__name__!r} has no attribute {name!r}{advice}"
-        raise AttributeError(text, name=name, obj=_sys.modules[__name__])
+        _import("torchpmap._base.jax_names").missing_in(__name__)(name)
     globals().update({public: getattr(api, public) for public in ("__all__", *api.__all__)})
     return globals()[name]
 

@@ -22,7 +22,6 @@ HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 GUIDES = {
     **dict.fromkeys(["__init__.py", "__main__.py", "_api.py"], "errors.md"),
-    "_jax_names.py": "from_jax.md",
     "_base": "errors.md",
     "_collectives": "axes.md",
     "_loops": "loops.md",

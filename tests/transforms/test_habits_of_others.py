@@ -1,6 +1,6 @@
 """Covers: messages about names, dtypes and lists as users of torch, numpy or JAX write them.
 
-Missing names of JAX answer with their row of docs/from_jax.md (_jax_names.py).
+Missing names of JAX answer with their row of docs/from_jax.md (_base/jax_names.py).
 """
 
 import re
@@ -12,7 +12,7 @@ import torch
 from _support import EAGER
 
 import torchpmap as tp
-from torchpmap import _jax_names
+from torchpmap._base import jax_names
 
 X = torch.arange(4.0)
 
@@ -30,6 +30,8 @@ HABITS = [
      "'in_shardings': place the arguments with torchpmap.device_put."),
     (lambda: tp.jit(lambda x, n: x, static_argnums=1),
      "'static_argnums': leave it out, arguments that are no tensors are static."),
+    (lambda: tp.jit(lambda x: x, donate_argnums=0),
+     "'donate_argnums': leave it out, what a step writes in place is not held twice."),
     (lambda: tp.vmap(lambda x: x, spmd_axis_name="x"), "leave it out, it changes no value."),
     (lambda: tp.grad(lambda x: x, holomorphic=True), "grad(lambda z: f(z).real)(z).conj()."),
     (lambda: tp.value_and_grad(lambda x: x, allow_int=True), "leave them out of argnums."),
@@ -108,9 +110,7 @@ def rows_of_the_page():
 
 
 def test_the_table_is_that_of_the_page():
-    rows = [
-        (name, instead) for names, instead in _jax_names._ROWS.items() for name in names.split()
-    ]
+    rows = [(name, instead) for names, instead in jax_names._ROWS.items() for name in names.split()]
     assert {k: v for k, v in rows if k not in tp.__dir__()} == rows_of_the_page()
 
 
@@ -122,6 +122,23 @@ def test_a_missing_name_says_what_to_write(name, instead):
     instead = re.sub(r"\.? and the same name", f".{name}", instead)
     text = f"module 'torchpmap' has no attribute '{name}'. Instead of JAX's {name}: {instead} "
     assert str(caught.value).startswith(text + "(docs/from_jax")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("random", "gamma"),
+        ("debug", "callback"),
+        ("debug", "visualize_array_sharding"),
+        ("profiler", "TraceAnnotation"),
+        ("multihost", "sync_global_devices"),
+        ("optim", "adam"),
+    ],
+)
+def test_a_missing_name_of_a_module_says_what_to_write(module, name):
+    instead = re.escape(rows_of_the_page()[name])
+    with pytest.raises(AttributeError, match=f"^module 'torchpmap.{module}' .*: {instead} "):
+        getattr(getattr(tp, module), name)
 
 
 def test_other_names_have_no_advice_but_what_python_guesses():

@@ -74,6 +74,8 @@ _OTHER_NAMES = {
 
 _INSTEAD = {
     "allow_int": "integers have no gradient here, leave them out of argnums",
+    "donate_argnames": "leave it out, what a step writes in place is not held twice",
+    "donate_argnums": "leave it out, what a step writes in place is not held twice",
     "holomorphic": "the derivative of f is grad(lambda z: f(z).real)(z).conj()",
     "impl": "leave it out, keys are those of threefry2x32",
     "in_shardings": "place the arguments with torchpmap.device_put",

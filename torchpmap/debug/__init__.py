@@ -8,7 +8,7 @@ import pdb
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,7 @@ from torchpmap._base.config import config
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import kind_of
 from torchpmap._base.fingerprint import digest
+from torchpmap._base.jax_names import missing_in
 from torchpmap._base.notebook import display_in_cell
 from torchpmap._base.pytree import flatten
 from torchpmap._layout import axis_stack
@@ -66,6 +67,9 @@ __all__ = [
     "stacks",
     "visualize_sharding",
 ]
+
+if not TYPE_CHECKING:  # a type checker that saw it would accept every name
+    __getattr__ = missing_in(__name__)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ import torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array
 from torchpmap._base.fingerprint import as_bytes, fingerprint
+from torchpmap._base.jax_names import missing_in
 from torchpmap._base.pytree import Tree, flatten
 from torchpmap._collectives.backend import c10d
 from torchpmap._layout import axis_stack
@@ -34,6 +35,9 @@ from torchpmap._sharded.tensor import ShardedTensor
 from torchpmap.multihost._values import Parcel, Share, opened, padded
 
 __all__ = ["all_gather", "assert_equal", "barrier", "broadcast", "local_rows"]
+
+if not TYPE_CHECKING:  # a type checker that saw it would accept every name
+    __getattr__ = missing_in(__name__)
 
 _DATA = (torch.Tensor, np.ndarray)
 

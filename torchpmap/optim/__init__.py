@@ -5,6 +5,9 @@ the mean of several gradients, ``schedule`` makes a function of the step of a ``
 ``clip_grad_norm`` scales gradients.  All numbers are torch's own.
 """
 
+from typing import TYPE_CHECKING
+
+from torchpmap._base.jax_names import missing_in
 from torchpmap.optim._accumulate import AccumulatingOptimizer, accumulate
 from torchpmap.optim._clip import clip_grad_norm
 from torchpmap.optim._functional import FunctionalOptimizer, functional
@@ -19,3 +22,6 @@ __all__ = [
     "functional",
     "schedule",
 ]
+
+if not TYPE_CHECKING:  # a type checker that saw it would accept every name
+    __getattr__ = missing_in(__name__)

@@ -1,5 +1,9 @@
 """What to write for names of JAX that this package does not have; the rows of docs/from_jax.md."""
 
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
 _ROWS = {
     "lax sharding experimental": "no modules: tp.psum, tp.scan, tp.NamedSharding, tp.shard_map",
     "core interpreters": "not available: f.lower(x).graph is the graph",
@@ -13,7 +17,9 @@ _ROWS = {
     "remat": "torch.utils.checkpoint",
     "lower make_jaxpr": "f.lower(x).as_text(), .graph, .cost(), .certificate()",
     "linearize": "torch.func.linearize",
-    "checkpoint_name checkpoint_policies": "context_fn= of torch.utils.checkpoint.checkpoint",
+    "ad_checkpoint checkpoint_name checkpoint_policies": (
+        "context_fn= of torch.utils.checkpoint.checkpoint"
+    ),
     "eval_shape": (
         "f.lower(x).out_layouts of a mapped function: their shapes and dtypes; "
         'else f(x) with x on device="meta"'
@@ -38,13 +44,13 @@ _ROWS = {
     "make_array_from_callback make_array_from_single_device_arrays": (
         "tp.device_put of the whole value; under torchrun tp.global_view of each process's rows"
     ),
-    "create_device_mesh": "tp.make_mesh((2, 2), names)",
+    "mesh_utils create_device_mesh": "tp.make_mesh((2, 2), names)",
     "PmapSharding PositionalSharding": (
         "x.sharding of a result; to place a value: tp.device_put(x, devices) or a tp.NamedSharding"
     ),
     "clear_caches clear_backends": "tp.shutdown()",
     "distributed initialize": "nothing: start the script by torchrun",
-    "sync_global_devices broadcast_one_to_all process_allgather assert_equal": (
+    "multihost_utils sync_global_devices broadcast_one_to_all process_allgather assert_equal": (
         "tp.multihost.barrier, broadcast, all_gather, assert_equal"
     ),
     "host_local_array_to_global_array make_array_from_process_local_data": "tp.global_view",
@@ -52,13 +58,15 @@ _ROWS = {
     "key PRNGKey split fold_in normal uniform randint": (
         "tp.random and the same name, with the same bits"
     ),
-    "gamma beta dirichlet poisson multivariate_normal": (
-        "not available: draw them in your process, and pass them to the function"
-    ),
+    (
+        "gamma beta dirichlet poisson multivariate_normal ball binomial cauchy chisquare "
+        "double_sided_maxwell generalized_normal geometric loggamma lognormal maxwell multinomial "
+        "orthogonal pareto rayleigh triangular wald weibull_min"
+    ): "not available: draw them in your process, and pass them to the function",
     "tree tree_util tree_map tree_leaves tree_flatten tree_unflatten tree_structure": (
         "torch.utils._pytree.tree_map and relatives; also register_pytree_node for your own classes"
     ),
-    "ravel_pytree": (
+    "flatten_util ravel_pytree": (
         "torch.cat([leaf.flatten() for leaf in leaves]) of leaves, spec = tree_flatten(tree); "
         "back by torch.split, view_as and tree_unflatten"
     ),
@@ -98,8 +106,10 @@ _ROWS = {
     "callback pure_callback io_callback host_callback": (
         "an operation of torch.library.custom_op, or compile=False"
     ),
-    "trace": "tp.profiler.trace, tp.memory_stats",
-    "named_scope named_call TraceAnnotation": "torch.profiler.record_function with compile=False",
+    "trace start_trace stop_trace": "tp.profiler.trace, tp.memory_stats",
+    "named_scope named_call TraceAnnotation StepTraceAnnotation annotate_function": (
+        "torch.profiler.record_function with compile=False"
+    ),
     "log_compiles": "tp.config.log_compiles = True",
     "enable_x64": "nothing: dtypes are kept",
     "default_matmul_precision": "torch.set_float32_matmul_precision",
@@ -109,8 +119,17 @@ _ROWS = {
 """Names, separated by blanks -> what to write instead."""
 
 
-def advice(name: str) -> str:
-    """What to write for ``torchpmap.name``, after the message that there is no such name."""
+def missing_in(module: str) -> Callable[[str], NoReturn]:
+    """The ``__getattr__`` of a module of this package, for the names that it does not have."""
+
+    def missing(name: str) -> NoReturn:
+        text = f"module {module!r} has no attribute {name!r}{_advice(name)}"
+        raise AttributeError(text, name=name, obj=sys.modules[module])
+
+    return missing
+
+
+def _advice(name: str) -> str:
     for names, instead in _ROWS.items():
         if name in names.split():
             own, same, rest = instead.partition(" and the same name")
