@@ -84,8 +84,9 @@ def truncated_normal(
         dtype: float32, float64, float16 or bfloat16.
 
     Returns:
-        The numbers, those of JAX but for rounding: in float32 within 1e-6 for limits up to 3. The
-        farther out both limits are, the fewer different numbers there are between them.
+        The numbers, those of JAX but for rounding: in float32 within 3e-6 for limits up to 2, and
+        3e-5 up to 3. The farther out both limits are, the fewer different numbers there are
+        between them.
 
     Raises:
         TypeError: ``key`` is not a key.
