@@ -300,6 +300,8 @@ def test_an_exception_leaves_the_block(tmp_path):
     ]
     found = tp.debug.replay(path)
     assert found.error == "KeyError: 'mine'"
+    assert "raised" not in str(found)  # no call did
+    assert "written because of KeyError: 'mine'" in str(found)
     assert found.results["result"].tolist() == [0, 3, 6, 9]
     with pytest.raises(RuntimeError, match="dump: nothing is recorded"):
         tp.debug.dump()
@@ -325,7 +327,7 @@ def test_an_exception_ends_the_script_and_the_command_line_tells_of_it(tmp_path)
     )
     assert "train.py(4)<module>()" in told.stdout, told.stderr
     assert "([tensor([0.]), tensor([nan])], [0, 1])" in told.stdout
-    assert "it raised ValueError: the loss is NaN" in told.stdout
+    assert "written because of ValueError: the loss is NaN" in told.stdout
     assert "first NaN: aten.log.default at" in told.stdout
     assert told.stdout.endswith("first difference, dtype float64: none\n")
 

@@ -125,7 +125,7 @@ class Replay:
             f"call {facts.number} on {len(facts.ranks)} {facts.device} devices, backend "
             f"{facts.backend}, {made}"
         )
-        lines += [f"it raised {self.error}"] if self.error else []
+        lines += [f"written because of {self.error}"] if self.error else []
         names = placeholders(self._recorded.graph.graph)[facts.uses_index :]
         for node, blocks in zip(names, self._recorded.inputs, strict=True):
             lines.append(f"input {node.name}: {described(*blocks.values(), between=' ')}")
