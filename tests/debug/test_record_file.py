@@ -19,6 +19,7 @@ from torchpmap.debug._record_file import load, save
 pytestmark = pytest.mark.usefixtures("pool")
 
 EAGER = {"backend": "eager"}
+DAMAGED = r"is no file of torchpmap\.debug\.record, or it is dam"
 
 
 def of_nodes(*nodes, **more):
@@ -74,10 +75,22 @@ def test_damaged_files(recording, tmp_path):
     ):
         other = tmp_path / "broken.safetensors"
         other.write_bytes(broken)
-        with pytest.raises(
-            ValueError, match=r"is no file of torchpmap\.debug\.record, or it is dam"
-        ):
+        with pytest.raises(ValueError, match=DAMAGED):
             tp.debug.replay(other)
+
+
+def test_every_byte_is_checked(recording):
+    tp.pmap(lambda x: x + torch.tensor([1.5]), compile=EAGER)(torch.full((4, 1), 2.5))
+    (path,) = tp.debug.dump()
+    data = path.read_bytes()
+    for place in (*range(0, len(data), 97), *range(len(data) - 20, len(data))):
+        broken = bytearray(data)
+        broken[place] ^= 1
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=DAMAGED):
+            tp.debug.replay(path)
+    path.write_bytes(data)
+    assert tp.debug.replay(path).results["result"].tolist() == [[4.0]] * 4
 
 
 @pytest.mark.parametrize(
@@ -93,10 +106,12 @@ def test_damaged_files(recording, tmp_path):
         {"versions": {}},
         {"call": ["x"]},
         {"outputs": [{}]},
+        {"outputs": [{"name": "y", "shape": [4], "ranks": [0]}]},
         {"outputs": [{"name": "y", "shape": [-1], "ranks": [0], "slices": []}]},
         {"outputs": [{"name": "y", "shape": [10**9], "ranks": [0], "slices": [[[0, 1]]]}]},
         {"outputs": [{"name": "y", "shape": [4], "ranks": [9], "slices": [[[0, 1]]]}]},
         {"settings": {"default dtype": "x"}},
+        {"settings": {"default dtype": {"aside": ["os", "system"]}}},
         {"settings": {"oneDNN": {"tuple": []}}},
     ],
 )

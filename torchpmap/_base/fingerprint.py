@@ -15,7 +15,7 @@ import torch
 
 from torchpmap._base.errors import kind_of
 
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
 _SHOWN = 6
 """How many elements of a tensor a message shows."""
 _NAMED = (type, FunctionType, BuiltinFunctionType)
@@ -58,7 +58,7 @@ def digest(value: Any) -> bytes:
 
 
 def _hash(parts: Iterator[bytes]) -> bytes:
-    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         found.update(struct.pack("<q", len(part)))
         found.update(part)

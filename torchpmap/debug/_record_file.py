@@ -1,5 +1,5 @@
 """A recorded call on disk: one file in the format of safetensors, of which the block ``call`` is
-JSON and every other block a tensor.
+JSON, the last one a digest of all bytes before it, and every other block a tensor.
 """
 
 from __future__ import annotations
@@ -9,19 +9,26 @@ import json
 import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.fx import GraphModule
 
 from torchpmap._base.data import json_of_file
-from torchpmap._base.fingerprint import digest
+from torchpmap._base.fingerprint import DIGEST_BYTES, digest
 from torchpmap._trace.graphs import met, placeholders
-from torchpmap.checkpoint._blocks import Files, read_bytes, read_header, sizes_of, write
+from torchpmap.checkpoint._blocks import (
+    PIECE_BYTES,
+    Files,
+    read_bytes,
+    read_header,
+    sizes_of,
+    write,
+)
 from torchpmap.debug._graph_data import NotData, Tensors, decoded, decoded_graph, encoded
 
 _FORMAT = 1
-_CALL = "call"
+_CALL, _DIGEST = "call", "digest"
 
 Blocks = list[dict[int, torch.Tensor]]
 """Of the inputs of a graph, by rank; some may be missing."""
@@ -87,8 +94,20 @@ def save(
     told = {"format": _FORMAT, "facts": asdict(facts), "graph": graph, "kinds": kinds}
     data = json.dumps(told | {"inputs": places, "lost": lost}).encode()
     blocks = tensors | {_CALL: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+    blocks[_DIGEST] = torch.frombuffer(bytearray(DIGEST_BYTES), dtype=torch.uint8)
     path.unlink(missing_ok=True)  # of an earlier run of the script
     write(path, {key: (0,) * x.dim() for key, x in blocks.items()}, blocks)
+    with path.open("r+b") as file:  # bytes come last, and of these the last key
+        made = _digest_of(file)
+        file.write(made)
+
+
+def _digest_of(file: IO[bytes]) -> bytes:
+    """Of all bytes before the digest, where the file then is."""
+    end = file.seek(0, os.SEEK_END) - DIGEST_BYTES
+    file.seek(0)
+    sizes = [min(PIECE_BYTES, end - start) for start in range(0, end, PIECE_BYTES)]
+    return digest([digest(file.read(size)) for size in sizes])
 
 
 def load(path: str | os.PathLike[str]) -> Recorded:
@@ -132,6 +151,10 @@ def _siblings(path: Path) -> list[Path]:
 def _load_one(path: Path) -> Recorded:
     try:
         with Files(path.parent) as files:
+            file = files.open(path.name)
+            if _digest_of(file) != file.read():
+                raise NotData("it has changed since it was written (the digest differs)")
+            file.seek(0)
             entries = read_header(files, path.name, path.stat().st_size, None)
             told = json_of_file(bytes(read_bytes(files, path.name, entries[_CALL]).tolist()))
             if told["format"] != _FORMAT:
@@ -175,6 +198,7 @@ def _check(found: Recorded) -> None:
         and all(type(each) is str for each in (facts.versions["torch"], *facts.versions.values()))
         and all(type(each["name"]) is str for each in facts.outputs)
         and all(sizes_of(each["shape"]) is not None for each in facts.outputs)
+        and all(len(each["slices"]) == len(each["ranks"]) for each in facts.outputs)
         and len(placeholders(found.graph.graph)) == len(found.inputs) + facts.uses_index
         and {each.group for each in met(found.graph.graph)} <= facts.groups.keys()
         and type(found.lost) is dict

@@ -210,9 +210,10 @@ def _as_recorded(recorded: Recorded) -> Iterator[None]:
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(facts.num_threads)
         if facts.settings:
-            told = {name: decoded(x) for name, x in facts.settings.items()} | {"autocast": None}
-            wanted = tuple(told.get(each.name, each.read()) for each in SETTINGS)
             try:
+                told = {name: decoded(x) for name, x in facts.settings.items()}
+                told["autocast"] = None
+                wanted = tuple(told.get(each.name, each.read()) for each in SETTINGS)
                 stack.enter_context(applied(wanted))
             except (TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(f"replay: {facts.call} has other settings: {error}") from error
