@@ -59,6 +59,7 @@ IN_PLACE = {
     "geometric_": lambda x: torch.empty(30, dtype=torch.int64).geometric_(0.1),
     "random_": lambda x: torch.empty_like(x, dtype=torch.int64).random_(100),
     "random_ named": lambda x: x.new_empty(3).random_(**{"from": 3, "to": 1000}),
+    "scatter_": lambda x: F.gumbel_softmax(torch.zeros(20, 5), hard=True),
     "a part": lambda x: (out := torch.empty(2, 3), out[0].normal_(), out[1].uniform_())[0],
 }
 DROPOUTS = {

@@ -23,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from torchpmap._base.context import assigned
+from torchpmap._base.pytree import map_tensors
 from torchpmap._base.replaced import Replaced, Replacement
 from torchpmap._base.sources import users_line
 from torchpmap._base.torch_internals import (
@@ -129,6 +130,8 @@ class Streams(TorchFunctionMode):
         body = without_asking(func, _NAMES) if set(types) <= {torch.Tensor} else None
         if body is not None:
             with self:
+                if func is torch.nn.functional.gumbel_softmax:  # it writes to zeros_like(logits)
+                    args, kwargs = map_tensors(_of_the_row, (args, kwargs))
                 return body(*args, **kwargs)
         if _draws(func):
             raise NotImplementedError(no_stream(f"at {users_line()}", _name(func)))
@@ -197,6 +200,11 @@ class Streams(TorchFunctionMode):
         numbers.
         """
         return _different(_vmapped_rows([self._row, *(row for row, _ in self.inside), self._key]))
+
+
+def _of_the_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values, in memory that every row has for itself."""
+    return tensor.new_empty(tensor.shape).copy_(tensor)
 
 
 def _is_size(args: Sequence[Any]) -> bool:
