@@ -169,14 +169,16 @@ class Prefetch(Generic[R]):
 
 
 class _Batches(Iterator[R]):
-    """One loop over the batches."""
+    """One loop over the batches, which threads may share."""
 
     def __init__(self, batches: Generator[R]) -> None:
         self._batches = batches
+        self._turn = threading.RLock()  # a generator runs in one thread at a time
 
     @boundary
     def __next__(self) -> R:
-        return next(self._batches)
+        with self._turn:
+            return next(self._batches)
 
 
 class _Feed:
