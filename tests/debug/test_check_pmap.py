@@ -228,6 +228,13 @@ def test_nan_equals_nan_and_differences_within_the_tolerances_are_allowed():
     check_pmap(raised_in_lanes, X.abs() + 1, rtol=0.3, **VALUES_ONLY)
 
 
+@pytest.mark.parametrize("name", ["rtol", "atol"])
+@pytest.mark.parametrize("value", [-1, float("nan")])
+def test_tolerances_are_not_negative(name, value):
+    with pytest.raises(ValueError, match=f"check_pmap: {name} must be 0 or more, but got {value}"):
+        check_pmap(lambda x: x, X, **{name: value})
+
+
 @pytest.mark.parametrize(
     ("value", "other"),
     [

@@ -174,8 +174,8 @@ def check_pmap(
         fun: the function of one row, or a mapped function (then without further options).
         args: the arguments of the mapped function.
         axis_name, in_axes, out_axes, options: as for ``pmap``.
-        rtol: relative tolerance of floating-point numbers; default: by dtype, 1e-4 for float32.
-        atol: absolute tolerance; default: by dtype, 1e-5 for float32.
+        rtol: relative tolerance of floats, 0 or more; default: by dtype, 1e-4 for float32.
+        atol: absolute tolerance, 0 or more; default: by dtype, 1e-5 for float32.
         gradients: whether to compare gradients too.
 
     Returns:

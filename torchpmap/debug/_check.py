@@ -140,6 +140,9 @@ def check(
     gradients: bool,
 ) -> CheckReport:
     """Compute in three ways and compare; raises ``AssertionError`` where they differ."""
+    for name, given in zip(("rtol", "atol"), tolerances, strict=True):
+        if given is not None and not given >= 0:
+            raise ValueError(f"check_pmap: {name} must be 0 or more, but got {given!r}.")
     call = RowPreparation(fun, options).arguments_of(*split_statics(options, args, {}))
     leaves = [
         _host(leaf) if isinstance(leaf, torch.Tensor | np.ndarray) else leaf for leaf in call.leaves
