@@ -9,9 +9,10 @@ import weakref
 
 import pytest
 import torch
-from _support import EAGER, running_pool, wait_for, worker_pids
+from _support import EAGER, beside, running_pool, wait_for, worker_pids
 
 import torchpmap as tp
+from torchpmap._sharded import operations
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -110,6 +111,26 @@ def test_a_call_in_the_middle_of_one_is_refused(name, while_sending):
     assert len(errors) == 1
     assert REFUSED in errors[0]
     assert total(X).tolist() == [6.0] * 4
+
+
+def test_an_operation_in_the_middle_of_a_call_waits_for_no_other_that_is_prepared(while_sending):
+    refused, is_over = [], threading.Event()
+
+    def prepare():
+        with operations._lock:
+            is_over.wait()
+
+    def then():
+        with pytest.raises(RuntimeError) as caught:
+            VALUES[0].cumprod(0)  # the first one of the test
+        refused.append(str(caught.value))
+
+    with beside(prepare):
+        try:
+            assert while_sending(lambda: total(X), then).tolist() == [6.0] * 4
+        finally:
+            is_over.set()
+    assert REFUSED in refused[0]
 
 
 def test_values_and_functions_dropped_in_the_middle_of_a_call(while_sending):

@@ -458,6 +458,19 @@ def test_writes_of_other_threads_wait_for_it():
     assert [w.tolist(), v.tolist()] == [[count] * 3 for count in counts]
 
 
+def test_prefetch_may_write_while_it_places_a_batch():
+    seen = tp.replicate(torch.zeros(()))
+
+    def put(batch):
+        seen.add_(1)
+        return tp.shard_batch(batch)
+
+    for k, batch in enumerate(tp.prefetch([torch.ones(6)] * 8, put=put)):
+        assert batch.sum().item() == 6
+        tp.resize(3 - k % 2)
+    assert seen.item() == 8
+
+
 def amid_a_change(act):
     def carry(old, new):
         act(old)

@@ -42,7 +42,7 @@ _READ_AT_START = frozenset({*_CHOOSES, "warm", "shared_memory"})
 """Settings that devices read when they start; the first choose which devices there are."""
 
 _lock = threading.RLock()  # guards _runtime and _planned
-steady = threading.RLock()  # taken before _lock; no pool gives way to another meanwhile
+steady = threading.RLock()  # taken before all others; no pool gives way to another meanwhile
 _runtime: Runtime | None = None
 _leaving: PoolRuntime | None = None
 """The pool whose values ``change`` moves; there is no other meanwhile, so other threads wait."""
@@ -166,11 +166,11 @@ def _refuse_to_wait() -> None:
 
 
 def refuse_to_wait_for(*locks: Any) -> None:
-    """Raise in code that would wait for itself if it waited for one of ``locks``: the thread that
-    has it may wait for the code that this has interrupted.
+    """Raise in code that has interrupted its thread while that had one of ``locks``, or sent or
+    started something: another thread may wait for it, and this would wait for that thread.
     """
     running = _runtime or _leaving
-    refuse_to_wait(*locks, steady, _lock, *(() if running is None else (running.send_lock,)))
+    refuse_to_wait(*locks, _lock, *(() if running is None else (running.send_lock,)))
 
 
 def job_runtime() -> JobRuntime:

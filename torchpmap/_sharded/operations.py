@@ -23,6 +23,7 @@ from torchpmap._base.ambient import keyed
 from torchpmap._base.torch_internals import autograd_node, in_backward, next_node_number
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle, Team
+from torchpmap._runtime.current import refuse_to_wait_for
 from torchpmap._sharded.arguments import Unsupported, facts_of, is_by_columns, number_slots, slotted
 from torchpmap._sharded.gather_report import note_gather
 from torchpmap._sharded.lower import Operation, lower_move, lower_operation
@@ -82,6 +83,7 @@ class _Known:
         """What is known for a key, else what ``make`` gives for ``given``."""
         found = self.operations.get(key, _UNKNOWN)
         if found is _UNKNOWN:
+            refuse_to_wait_for()
             with _lock:
                 found = make(*given)
         elif len(self.operations) <= _MAX_OPERATIONS // 2:  # the order matters only near the limit

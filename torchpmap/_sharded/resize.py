@@ -84,7 +84,7 @@ ShardedTensor(7., replicated on cpu:0 cpu:1))
     if not current.has_values():
         current.init(num_devices, before[0].platform)
     elif num_devices != len(before) or kept != before or not current.is_running():
-        with in_turn():  # what another thread wrote meanwhile would be lost
+        with current.steady, in_turn():  # what another thread wrote meanwhile would be lost
             current.change(num_devices, partial(_carry, kept))
 
 
