@@ -81,14 +81,6 @@ MISUSE = {
         "update got an unexpected hyperparameter 'betas': SGD has dampening, lr, maximize, "),
     "switch": (lambda: SGD.update(PARAMS, STATE, PARAMS, foreach=True), TypeError,
         "update got an unexpected hyperparameter 'foreach'"),
-    "refused-number": (
-        lambda: ADAM.update(PARAMS, ADAM.init(PARAMS), PARAMS, betas=(2.0, 0.9)), ValueError,
-        "Invalid beta parameter at index 0: 2.0"),
-    "refused-number-of-a-group": (
-        lambda: tp.optim.functional(
-            lambda x: torch.optim.SGD([{"params": x["a"]}, {"params": x["b"]}])
-        ).update(PARAMS, STATE, PARAMS, lr=[0.1, -1.0], momentum=torch.tensor(0.9)), ValueError,
-        "Invalid learning rate: -1.0"),
     "groups": (lambda: SGD.update(PARAMS, STATE, PARAMS, lr=[0.1, 0.2]), ValueError,
         "update got 2 values of lr, but SGD has 1 parameter groups: pass one value, or a list"),
     "hidden-state": (lambda: tp.optim.functional(HidesState, lr=0.1).update(PARAMS, STATE, PARAMS),

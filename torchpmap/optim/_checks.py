@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from torchpmap._base.errors import kind_of
 from torchpmap._base.inexact import is_inexact
-from torchpmap._base.pytree import Node, Structure, flatten, open_node, tree_leaves
+from torchpmap._base.pytree import Node, Structure, flatten, open_node
 
 Leaves = list[Any]
 """One thing per parameter of a tree."""
@@ -126,26 +126,6 @@ def check_state(entries: Any, leaf: Any, path: str, own: Sequence[str]) -> None:
             f"{path} has no {own[0]!r}. Pass a state that came from init or update of this very "
             "optimizer."
         )
-
-
-def refuse_numbers(optimizer: Optimizer, names: Collection[str]) -> None:
-    """Raise what torch's own class raises of hyperparameters that are given as Python numbers."""
-    classes = type(optimizer).__mro__
-    cls: Any = next(each for each in classes if each.__module__.startswith("torch."))
-    if cls is Optimizer:  # the class is not torch's
-        return
-    taken = inspect.signature(cls).parameters.keys() & optimizer.defaults.keys()
-    own = {name: optimizer.defaults[name] for name in taken}
-    for group in optimizer.param_groups:
-        values = {name: group[name] for name in taken.intersection(names)}
-        given = {name: x for name, x in values.items() if not _has_tensors(x)}
-        if given:
-            cls(params_of(optimizer)[:1], **own | given)
-
-
-def _has_tensors(value: Any) -> bool:
-    """Whether it has numbers that may be unknown."""
-    return any(isinstance(x, torch.Tensor) for x in tree_leaves(value))
 
 
 def refuse_new_state(optimizer: Any, before: dict[str, Any], after: dict[str, Any]) -> None:

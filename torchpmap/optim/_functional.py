@@ -139,8 +139,7 @@ class FunctionalOptimizer:
 
         Raises:
             TypeError: a leaf is not a floating-point tensor, or there is no such hyperparameter.
-            ValueError: structures, shapes or dtypes differ from those of ``params``, or torch's
-                optimizer refuses a number.
+            ValueError: structures, shapes or dtypes differ from those of ``params``.
             RuntimeError: derivatives would be lost, or the optimizer reads values under vmap.
         """
         structure, leaves, given, states = checks.opened(params, grads, state)
@@ -173,7 +172,6 @@ class FunctionalOptimizer:
                     optimizer.state[p] = entries
             for name, value in hyperparameters.items():
                 _set(optimizer, name, value)
-            checks.refuse_numbers(optimizer, hyperparameters)
             _step(optimizer)
             return copies, [None if p is None else _state_of(optimizer, p) for p in copies]
 
