@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -257,18 +256,6 @@ def test_a_collected_iterator_ends_its_thread():
     assert len(threads()) == 1
     gc.collect()
     assert threads() == []
-
-
-def test_threads_that_share_a_loop_get_each_batch_once():
-    batches, gate = loading(20)
-
-    def take():
-        gate.release(9)
-        return [x[0].item() for x in batches]
-
-    with ThreadPoolExecutor(3) as pool:
-        taken = [pool.submit(take) for _ in range(3)]
-    assert sorted(number for each in taken for number in each.result()) == list(range(1, 20))
 
 
 def test_a_loader_that_hangs_holds_up_no_end():

@@ -169,16 +169,14 @@ class Prefetch(Generic[R]):
 
 
 class _Batches(Iterator[R]):
-    """One loop over the batches, which threads may share."""
+    """One loop over the batches."""
 
     def __init__(self, batches: Generator[R]) -> None:
         self._batches = batches
-        self._turn = threading.RLock()  # a generator runs in one thread at a time
 
     @boundary
     def __next__(self) -> R:
-        with self._turn:
-            return next(self._batches)
+        return next(self._batches)
 
 
 class _Feed:
