@@ -321,10 +321,18 @@ def test_other_files_are_left_alone(tmp_path):
 
 
 def test_the_current_folder_stays(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileExistsError, match=r"is the current folder.* Choose another name"):
-        save(".", 1)
-    assert os.path.samefile(tmp_path, ".")
+    for name in ("here", "gone"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path / "here")
+    for path in (".", tmp_path / "link" / "here"):
+        with pytest.raises(FileExistsError, match=r"is the current folder.* Choose another name"):
+            save(path, 1)
+    assert os.path.samefile(tmp_path / "here", ".")
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    save(tmp_path / "c", 1)
+    assert load(tmp_path / "c") == 1
 
 
 def test_the_root_folder_cannot_be_a_checkpoint():

@@ -22,7 +22,7 @@ from _support import EAGER, in_threads, worker_pids
 from _values import WHOLE, rows, sign, table_of
 
 import torchpmap as tp
-from torchpmap.checkpoint import _load, _save, latest, load, save
+from torchpmap.checkpoint import _folder, _load, _save, latest, load, save
 from torchpmap.checkpoint._save import begin
 
 pytestmark = pytest.mark.usefixtures("four_devices")
@@ -401,17 +401,20 @@ def test_latest_passes_over_what_is_damaged(tmp_path):
         assert latest(tmp_path) == tmp_path / "step_1"
 
 
-def test_latest_finds_one_that_is_replaced_while_it_looks(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "name"), [(_load.Table, "of"), (_folder, "opened")], ids=["before", "amid"]
+)
+def test_latest_finds_one_that_is_replaced_while_it_looks(tmp_path, monkeypatch, place, name):
     for step in (1, 2):
         save(tmp_path / f"step_{step}", 1)
-    read = _load.Table.of
+    read = getattr(place, name)
 
-    def late(folder):
+    def late(*given):
         monkeypatch.undo()
-        folder.rename(tmp_path / ".step_2.replaced")
-        return read(folder)
+        (tmp_path / "step_2").rename(tmp_path / ".step_2.replaced")
+        return read(*given)
 
-    monkeypatch.setattr(_load.Table, "of", late)
+    monkeypatch.setattr(place, name, late)
     assert latest(tmp_path) == tmp_path / "step_2"
 
 

@@ -39,7 +39,7 @@ _ROWS = {
     "host_id host_count": "tp.process_index, tp.process_count",
     "host_ids process_indices": "range(tp.process_count())",
     "default_device": "devices= of tp.pmap, and the device of tp.device_put",
-    "effects_barrier": "nothing: a result that is there comes after what was printed",
+    "effects_barrier": "nothing: when a result is there, what was printed before it is there too",
     "live_arrays": "not available: tp.memory_stats says how many bytes are held",
     "make_array_from_callback make_array_from_single_device_arrays": (
         "tp.device_put of the whole value; under torchrun tp.global_view of each process's rows"
@@ -124,7 +124,7 @@ def missing_in(module: str) -> Callable[[str], NoReturn]:
 
     def missing(name: str) -> NoReturn:
         text = f"module {module!r} has no attribute {name!r}{_advice(name)}"
-        raise AttributeError(text, name=name, obj=sys.modules[module])
+        raise AttributeError(text, name=name, obj=sys.modules.get(module))
 
     return missing
 

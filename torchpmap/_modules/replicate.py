@@ -128,18 +128,7 @@ def shard_module(
         )
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{name}: module must be an nn.Module.")
-    for pattern, spec in specs.items():
-        if not isinstance(spec, PartitionSpec):
-            raise TypeError(f"{name}: {pattern!r} must be a P(...), but is {spec!r}.")
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{name}: {pattern!r} is no regular expression: {error}.") from None
-    names = [path for path, _ in (*module.named_parameters(), *module.named_buffers())]
-    for pattern in specs:
-        if not any(re.search(pattern, path) for path in names):
-            shown = ", ".join(names[:8])
-            raise ValueError(f"{name}: {pattern!r} is found in no name; there are {shown}.")
+    _check_specs(name, module, specs)
 
     def layout(path: str, x: torch.Tensor) -> Layout:
         found = (spec for pattern, spec in specs.items() if re.search(pattern, path))
@@ -151,6 +140,20 @@ def shard_module(
 
     _place_module(module, name, layout)
     return module
+
+
+def _check_specs(what: str, module: nn.Module, specs: Mapping[str, Any]) -> None:
+    names = [path for path, _ in (*module.named_parameters(), *module.named_buffers())]
+    for pattern, spec in specs.items():
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(f"{what}: {pattern!r} must be a P(...), but is {spec!r}.")
+        try:
+            is_found = any(re.search(pattern, path) for path in names)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"{what}: {pattern!r} is no regular expression: {error}.") from None
+        if not is_found:
+            shown = ", ".join(names[:8])
+            raise ValueError(f"{what}: {pattern!r} is found in no name; there are {shown}.")
 
 
 def _place_module(

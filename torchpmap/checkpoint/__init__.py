@@ -95,7 +95,7 @@ def _wait_for_previous() -> None:
 current.unfinished.append(_wait_for_previous)
 
 
-def _report_at_exit() -> None:
+def _tell_of_failure() -> None:
     if _saving is not None and _saving._unseen is not None:
         print(f"torchpmap: {_saving._unseen}", file=sys.stderr)
 
@@ -149,9 +149,12 @@ def save(path: PathLike, tree: Any, *, asynchronous: bool = False) -> Saving | N
         if _saving is not None and _saving._unseen is not None:
             _saving._unseen.add_note("in an asynchronous save before this one")
             _saving.wait()
-        finish = begin(path, tree)
+        before, finish = _saving, begin(path, tree)
+        if _saving is not before:  # a handler of a signal has saved meanwhile, and did not wait
+            _wait_for_previous()
+            _tell_of_failure()
         if _saving is None:
-            atexit.register(_report_at_exit)
+            atexit.register(_tell_of_failure)
         saving = _saving = Saving(Path(os.path.abspath(path)), finish)
         if asynchronous:
             return saving

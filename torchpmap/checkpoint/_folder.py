@@ -161,7 +161,7 @@ class Folder:
                 f"torchpmap.checkpoint.save: {self.path} exists and is no checkpoint, so it is not "
                 "replaced. Choose another name, or remove it."
             )
-        if self.path == Path.cwd():  # which would be a folder without a name then
+        if is_ours and os.path.exists(".") and os.path.samefile(self.path, "."):
             raise FileExistsError(
                 f"torchpmap.checkpoint.save: {self.path} is the current folder, which a checkpoint "
                 'would replace. Choose another name, such as "step_1".'

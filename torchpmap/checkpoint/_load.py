@@ -119,9 +119,12 @@ def is_complete(path: Path) -> bool:
         try:
             Table.of(folder)
             return True
-        except FileNotFoundError:
-            if Folder(path).find() == folder and _version(folder) == found:
-                return False
+        except (FileNotFoundError, CheckpointError) as error:
+            if Folder(path).find() != folder or _version(folder) != found:
+                continue
+            if isinstance(error, CheckpointError):
+                raise
+            return False
 
 
 def _version(folder: Path) -> tuple[int, int] | None:

@@ -291,7 +291,7 @@ class Snapshot:
         writer = rank.ranks[int(rank.index)]
         plan = self.plans.get(writer, {})
         for left in [pipes for pipes in _copies if not os.path.exists(f"{pipes}{writer}")]:
-            del _copies[left]  # of a save that failed: one that a handler interrupts has its pipes
+            del _copies[left]  # of a save that failed; one that a handler interrupts has its pipes
         copies = _copies.setdefault(self.pipes, {})
         for key, block in zip(self.keys, blocks, strict=True):
             if key in plan:

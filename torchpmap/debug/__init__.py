@@ -8,7 +8,8 @@ import pdb
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from torchpmap._base.config import config
 from torchpmap._base.devices import Device
 from torchpmap._base.errors import kind_of
 from torchpmap._base.fingerprint import digest
-from torchpmap._base.jax_names import missing_in
+from torchpmap._base.jax_names import missing_in as _missing_in
 from torchpmap._base.notebook import display_in_cell
 from torchpmap._base.pytree import flatten
 from torchpmap._layout import axis_stack
@@ -68,8 +69,8 @@ __all__ = [
     "visualize_sharding",
 ]
 
-if not TYPE_CHECKING:  # a type checker that saw it would accept every name
-    __getattr__ = missing_in(__name__)
+if not _TYPE_CHECKING:  # a type checker that saw it would accept every name
+    __getattr__ = _missing_in(__name__)
 
 
 @contextmanager

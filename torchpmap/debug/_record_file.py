@@ -103,7 +103,7 @@ def save(
 
 
 def _digest_of(file: IO[bytes]) -> bytes:
-    """Of all bytes before the digest, where the file then is."""
+    """The digest of all bytes before it; leaves the file at its place."""
     end = file.seek(0, os.SEEK_END) - DIGEST_BYTES
     file.seek(0)
     sizes = [min(PIECE_BYTES, end - start) for start in range(0, end, PIECE_BYTES)]
@@ -153,7 +153,7 @@ def _load_one(path: Path) -> Recorded:
         with Files(path.parent) as files:
             file = files.open(path.name)
             if _digest_of(file) != file.read():
-                raise NotData("it has changed since it was written (the digest differs)")
+                raise NotData("it has changed, or another version wrote it (the digest differs)")
             file.seek(0)
             entries = read_header(files, path.name, path.stat().st_size, None)
             told = json_of_file(bytes(read_bytes(files, path.name, entries[_CALL]).tolist()))

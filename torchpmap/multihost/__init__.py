@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ import torch
 from torchpmap._base.boundary import boundary
 from torchpmap._base.errors import check_array
 from torchpmap._base.fingerprint import as_bytes, fingerprint
-from torchpmap._base.jax_names import missing_in
+from torchpmap._base.jax_names import missing_in as _missing_in
 from torchpmap._base.pytree import Tree, flatten
 from torchpmap._collectives.backend import c10d
 from torchpmap._layout import axis_stack
@@ -36,8 +37,8 @@ from torchpmap.multihost._values import Parcel, Share, opened, padded
 
 __all__ = ["all_gather", "assert_equal", "barrier", "broadcast", "local_rows"]
 
-if not TYPE_CHECKING:  # a type checker that saw it would accept every name
-    __getattr__ = missing_in(__name__)
+if not _TYPE_CHECKING:  # a type checker that saw it would accept every name
+    __getattr__ = _missing_in(__name__)
 
 _DATA = (torch.Tensor, np.ndarray)
 

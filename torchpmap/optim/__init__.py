@@ -5,9 +5,9 @@ the mean of several gradients, ``schedule`` makes a function of the step of a ``
 ``clip_grad_norm`` scales gradients.  All numbers are torch's own.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from torchpmap._base.jax_names import missing_in
+from torchpmap._base.jax_names import missing_in as _missing_in
 from torchpmap.optim._accumulate import AccumulatingOptimizer, accumulate
 from torchpmap.optim._clip import clip_grad_norm
 from torchpmap.optim._functional import FunctionalOptimizer, functional
@@ -23,5 +23,5 @@ __all__ = [
     "schedule",
 ]
 
-if not TYPE_CHECKING:  # a type checker that saw it would accept every name
-    __getattr__ = missing_in(__name__)
+if not _TYPE_CHECKING:  # a type checker that saw it would accept every name
+    __getattr__ = _missing_in(__name__)

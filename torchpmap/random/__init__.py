@@ -9,9 +9,9 @@ device, and gives the same numbers everywhere.  ``split`` and ``fold_in`` derive
     tp.pmap(lambda key: tp.random.normal(key, (3,)))(keys)
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from torchpmap._base.jax_names import missing_in
+from torchpmap._base.jax_names import missing_in as _missing_in
 from torchpmap.random._choices import categorical, choice, permutation
 from torchpmap.random._continuous import (
     exponential,
@@ -46,5 +46,5 @@ __all__ = [
     "uniform",
 ]
 
-if not TYPE_CHECKING:  # a type checker that saw it would accept every name
-    __getattr__ = missing_in(__name__)
+if not _TYPE_CHECKING:  # a type checker that saw it would accept every name
+    __getattr__ = _missing_in(__name__)

@@ -203,7 +203,7 @@ class Streams(TorchFunctionMode):
 
 
 def _of_the_row(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values, in memory that every row has for itself."""
+    """The tensor's values, in memory that every row has for itself."""
     return tensor.new_empty(tensor.shape).copy_(tensor)
 
 
