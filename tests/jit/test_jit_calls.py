@@ -480,7 +480,7 @@ def test_a_setting_tells_of_gathers(monkeypatch):
     product, later = jit(lambda x: x @ w), jit(lambda x: x @ w)
     product(x)
     monkeypatch.setattr(tp.config, "gathers", "raise")
-    for f in (product, later, product):
+    for f in (product, later, product, product.lower):
         with pytest.raises(
             RuntimeError, match=rf"operands are resharded: aten\.mm\.default: {moved}"
         ):

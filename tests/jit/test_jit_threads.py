@@ -1,5 +1,7 @@
 """Covers: _transforms/jit_program.py: threads and handlers that call functions with effects."""
 
+import types
+
 import pytest
 import torch
 from _support import EAGER, in_threads
@@ -74,6 +76,18 @@ def test_threads_make_one_gradient():
         w.grad = None
         repeated(lambda: step(x), 1)
         assert w.grad.tolist() == [THREADS] * 3
+
+
+def test_threads_store_in_turn():
+    kept = types.SimpleNamespace(total=tp.replicate(torch.zeros(3)))
+
+    @tp.jit(compile=EAGER)
+    def step(x):
+        kept.total = kept.total + x
+
+    step(torch.tensor(1.0))
+    repeated(lambda: step(torch.tensor(1.0)))
+    assert kept.total.tolist() == [THREADS * CALLS + 1] * 3
 
 
 def write_by_itself(w, f):

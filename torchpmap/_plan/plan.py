@@ -223,8 +223,7 @@ class Plan:
             give_up: see ``Runtime.execute``.
         """
         ring = recording.ring
-        if self.undefined and ring is None:
-            self.define()
+        self.prepare()
         if self.captured:
             if captured is None:
                 captured = [each.handle() for each in self.captured]
@@ -235,6 +234,11 @@ class Plan:
         team, definition = self.team, self.definition
         num_outputs = len(definition.outputs)
         return team.runtime.execute(team, definition.plan_id, held, num_outputs, give_up)
+
+    def prepare(self) -> None:
+        """Compile it, if that need not wait until its call is recorded."""
+        if self.undefined and recording.ring is None:
+            self.define()
 
     def define(self) -> None:
         """Make the workers compile the plan, if they have not."""

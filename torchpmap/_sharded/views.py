@@ -29,7 +29,7 @@ from torchpmap._base.torch_internals import autograd_node, in_backward
 from torchpmap._layout.layout import Layout
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import refuse_to_wait_for
-from torchpmap._sharded.operations import move
+from torchpmap._sharded import operations
 from torchpmap._sharded.transfer import store
 from torchpmap._sharded.unforeseen import name_of
 
@@ -44,8 +44,8 @@ for _lock in (_in_turn, _linking):
 
 
 class Changed(Exception):
-    """Another thread has written to a tensor since its value was read: what was made of it would
-    undo that.
+    """Another thread has changed what was read: a tensor that this was to write, what a program
+    depends on, or the devices.  To be done again.
     """
 
 
@@ -266,7 +266,7 @@ def write(target: Any, handle: Handle) -> None:
 
 def in_turn() -> AbstractContextManager[bool]:
     """The lock of a thread that writes; raises in a handler that has interrupted a write."""
-    refuse_to_wait_for(_in_turn, _linking)
+    refuse_to_wait_for(_in_turn, _linking, operations._lock)
     return _in_turn
 
 
@@ -319,7 +319,7 @@ def _laid_out(layout: Layout, value: Any) -> Handle:
     """The handle of a value, a sharded or a plain tensor, in a given layout."""
     if hasattr(value, "_alive"):
         here, handle = value._alive()
-        return move(here, handle, layout)
+        return operations.move(here, handle, layout)
     return store(layout, value)
 
 

@@ -31,6 +31,7 @@ from torchpmap._base.sources import defined_at
 from torchpmap._base.storages import own_strides
 from torchpmap._base.torch_internals import break_graph, is_transformed
 from torchpmap._plan.lower import tracing_of
+from torchpmap._plan.stages import LoweredPlan
 from torchpmap._runtime import inline_mode
 from torchpmap._runtime.current import expect_compiling
 from torchpmap._runtime.current import runtime as current_runtime
@@ -49,10 +50,10 @@ from torchpmap._transforms.jit_containers import Changes, NotingChanges, are_giv
 from torchpmap._transforms.jit_program import (
     SHARED,
     JitOptions,
-    LoweredProgram,
     Options,
     Program,
     make_options,
+    run_in_turn,
 )
 from torchpmap._transforms.jit_stores import Look, Storing, storing
 from torchpmap._transforms.jit_transforms import Body, Outline
@@ -155,6 +156,7 @@ class Jitted(Made, Generic[_P, _R]):
         if program is None:
             prefix = self._options.prefix
             raise TraceError(f"{prefix}: it runs operation by operation: there is no graph to show")
+        program.tell()
         return LoweredProgram(program)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,7 +178,7 @@ class Jitted(Made, Generic[_P, _R]):
             return self._by_operation(args, kwargs)
         if config.sought and (program.has_effects or program.changes.of_given):
             return self._by_operation(args, kwargs)
-        return program.changes.put_back(program.run(taken, since), (args, kwargs))
+        return program.changes.put_back(run_in_turn(program, taken, since), (args, kwargs))
 
     def _by_operation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording.lacks(self._options.prefix, _BY_OPERATION)
@@ -309,6 +311,35 @@ class Jitted(Made, Generic[_P, _R]):
         self._programs.clear()
         self._traces.clear()
         self._runtime = runtime
+
+
+class LoweredProgram(LoweredPlan):
+    """A function of ``jit`` for certain arguments, traced and not yet compiled.
+
+    Attributes:
+        resharded: operands that operations cannot take as they lie, and so are sent around; each
+            with the user's line that asks for it (``place``).
+
+    Example:
+        >>> import torch, torchpmap as tp
+        >>> mesh = tp.make_mesh((4,), ("x",))
+        >>> w = tp.device_put(torch.zeros(8, 4), tp.NamedSharding(mesh, tp.P("x")))
+        >>> x = tp.device_put(torch.zeros(8, 8), tp.NamedSharding(mesh, tp.P("x")))
+        >>> lowered = tp.jit(lambda x: x @ w).lower(x)
+        >>> [moved] = lowered.resharded
+        >>> print(f"{moved.operation}: {moved.kind} from {moved.before} to {moved.after}")
+        aten.mm.default: float32[8, 4] from PartitionSpec('x',) to PartitionSpec()
+        >>> print(lowered.cost())
+        128 flops on each device
+        all_gather_into_tensor over x: 32 B
+        memory: 96 B arguments, 32 B results, at most 256 B temporaries
+
+    Source: ``jax.stages.Lowered``.
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.plan, [f"resharded: {each}" for each in program.resharded])
+        self.resharded = program.resharded
 
 
 class _Derived(Jitted[..., Any]):

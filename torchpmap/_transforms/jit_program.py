@@ -18,7 +18,6 @@ from torchpmap._base.storages import own_strides
 from torchpmap._base.torch_internals import hooks_of
 from torchpmap._layout.layout import Layout, replicated_layout
 from torchpmap._plan.plan import Captured, Drawn, Plan
-from torchpmap._plan.stages import LoweredPlan
 from torchpmap._plan.whole_plan import grid_of, plans_of
 from torchpmap._runtime.base import Handle
 from torchpmap._runtime.current import devices as all_devices
@@ -98,7 +97,7 @@ class Program:
     num_turns = 0
     """How many calls with effects there have been, of all programs."""
     _told = "allow"
-    """The setting ``tp.config.gathers`` that it has heeded."""
+    """The last setting ``tp.config.gathers`` that it has heeded."""
 
     def __init__(
         self,
@@ -156,9 +155,7 @@ class Program:
             self.plan, self.resharded = plans.forward, plans.resharded
         except NotOnBlocks as error:
             raise Untraceable(str(error), options.where, "indices, or x.contiguous()") from error
-        few, num_more = "; ".join(map(str, self.resharded[:3])), len(self.resharded) - 3
-        more = f"; and {num_more} more" if num_more > 0 else ""
-        self._reshards = f"{options.prefix}: operands are resharded: {few}{more}"
+        self._prefix = options.prefix
 
     def _check_equal(self, call: JitCall, options: Options, devices: Sequence[Device]) -> None:
         """Raise if processes give different host values: their copies of the results would differ.
@@ -286,26 +283,20 @@ class Program:
         plain = [*self._plain, *(x for x in tensors if type(x) is not ShardedTensor)]
         return SHARED if len({x.untyped_storage()._cdata for x in plain}) < len(plain) else None
 
-    def run(self, tensors: Sequence[Any], since: int) -> Any:
-        """What the function returns, after its effects; ``since``: ``num_turns`` before ``taken``.
+    def again(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        """``taken``, of what that has returned before."""
+        return self.taken(tensors)
 
-        Raises:
-            Changed: another thread has changed since then what the program depends on.
-        """
-        if self.resharded and self._told != config.gathers:
-            tell_of_gather(self._reshards)
-            self._told = config.gathers
-        if not self.has_effects:
-            return self._run(tensors)
-        with in_turn():
-            if Program.num_turns != since and self.taken(tensors) is None:
-                raise Changed
-            try:
-                return self._run(tensors)
-            finally:
-                Program.num_turns += 1
+    def tell(self) -> None:
+        """Warn or raise if operands are resharded and ``tp.config.gathers`` says so."""
+        if not self.resharded or self._told == config.gathers:
+            return
+        few, num_more = "; ".join(map(str, self.resharded[:3])), len(self.resharded) - 3
+        more = f"; and {num_more} more" if num_more > 0 else ""
+        tell_of_gather(f"{self._prefix}: operands are resharded: {few}{more}")
+        self._told = config.gathers
 
-    def _run(self, tensors: Sequence[Any]) -> Any:
+    def run(self, tensors: Sequence[Any]) -> Any:
         here = current_runtime()
         if self.plan.team.runtime is not here:
             raise Changed
@@ -318,6 +309,8 @@ class Program:
         for target in self._required:
             target.of(tensors).requires_grad_()
         if any(handle is None or handle.team.runtime is not here for handle in held):
+            if current_runtime() is not here:
+                raise Changed
             held = [each.handle(tensors) for each in self._inputs]  # says what is gone
         if self._derivable is None or torch.is_inference_mode_enabled():
             results = list(self._start(tensors, self.plan, held)[0])
@@ -389,33 +382,25 @@ class Program:
         _write_all(targets, early, outputs[:first], handles[:first])
 
 
-class LoweredProgram(LoweredPlan):
-    """A function of ``jit`` for certain arguments, traced and not yet compiled.
+def run_in_turn(program: Any, tensors: Sequence[Any], since: int) -> Any:
+    """What a program returns, after its effects; ``since``: ``num_turns`` before ``taken``.
 
-    Attributes:
-        resharded: operands that operations cannot take as they lie, and so are sent around; each
-            with the user's line that asks for it (``place``).
-
-    Example:
-        >>> import torch, torchpmap as tp
-        >>> mesh = tp.make_mesh((4,), ("x",))
-        >>> w = tp.device_put(torch.zeros(8, 4), tp.NamedSharding(mesh, tp.P("x")))
-        >>> x = tp.device_put(torch.zeros(8, 8), tp.NamedSharding(mesh, tp.P("x")))
-        >>> lowered = tp.jit(lambda x: x @ w).lower(x)
-        >>> [moved] = lowered.resharded
-        >>> print(f"{moved.operation}: {moved.kind} from {moved.before} to {moved.after}")
-        aten.mm.default: float32[8, 4] from PartitionSpec('x',) to PartitionSpec()
-        >>> print(lowered.cost())
-        128 flops on each device
-        all_gather_into_tensor over x: 32 B
-        memory: 96 B arguments, 32 B results, at most 256 B temporaries
-
-    Source: ``jax.stages.Lowered``.
+    Raises:
+        Changed: another thread has changed since then what the program depends on.
     """
-
-    def __init__(self, program: Program) -> None:
-        super().__init__(program.plan, [f"resharded: {each}" for each in program.resharded])
-        self.resharded = program.resharded
+    program.tell()
+    if not program.has_effects:
+        return program.run(tensors)
+    program.plan.prepare()
+    with in_turn():
+        if Program.num_turns != since:
+            tensors = program.again(tensors)
+            if tensors is None:
+                raise Changed
+        try:
+            return program.run(tensors)
+        finally:
+            Program.num_turns += 1
 
 
 def _like(made: torch.Tensor, source: torch.Tensor | None) -> Layout | None:

@@ -88,15 +88,20 @@ class Storing:
         self.constants = _constants(slots)
         self.plan, self.resharded = program.plan, program.resharded
 
-        self.refuses = program.refuses
+        self.refuses, self.tell = program.refuses, program.tell
+        self._num_stored = len(state.tensors)
 
     def taken(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What is in the places, and the arguments; see ``Program``."""
         state = _State(self.slots)
         return self._program.taken([*state.tensors, *tensors]) if state.key() == self._key else None
 
-    def run(self, tensors: Sequence[torch.Tensor], since: int) -> Any:
-        result, values = self._program.run(tensors, since)
+    def again(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """``taken``, of what that has returned before."""
+        return self.taken(tensors[self._num_stored :])
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        result, values = self._program.run(tensors)
         _write_all(self.slots, values)
         return result
 

@@ -23,12 +23,16 @@ class Repair:
 
     def start(self) -> None:
         """Begin, if it has not; ``RuntimeError`` if there are too many threads."""
-        if not self._has_begun.locked():
+        if not self.has_begun:
             threading.Thread(None, self._run, REPAIRER, daemon=True).start()
+
+    @property
+    def has_begun(self) -> bool:
+        return self._has_begun.locked()
 
     def _run(self) -> None:
         if not self._has_begun.acquire(blocking=False):
-            return  # Ctrl-C came while an earlier start ended
+            return  # Ctrl-C came after an earlier start had made its thread
         try:
             self._work()
         except BaseException as error:

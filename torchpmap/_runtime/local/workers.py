@@ -120,7 +120,7 @@ class Workers:
         progress, if there is one.
         """
         self._is_wanted = False
-        if repair is not None:
+        if repair is not None and repair.has_begun:
             repair.is_over(_REPAIR_S)
         workers = tuple(self.by_rank.values())
         for end in (WorkerProcess.end_commands, WorkerProcess.kill):
