@@ -58,7 +58,7 @@ def fault(bench: Bench, name: str, *, lost: Sequence[int] = ()) -> Iterator[Call
         bench.check(f"{name}: the next result", (again == rows().sum()).all(), again.tolist())
         for device, value in enumerate(rows().tolist()):
             try:
-                survived = kept[device].item()
+                survived = kept.addressable_data(device).item()
             except tp.ShardLost:
                 survived = None
             expected = None if device in lost else 10 * value
