@@ -445,7 +445,8 @@ def killed_while_it_saves(rank):
     tree = {"w": warmed_up()(ONE)}
     if rank == 1:
         _save.write = lambda *_: kill()
-    tp.checkpoint.save(f"{sys.argv[2]}/saved", tree, asynchronous=True).wait()
+    folder = Path(sys.argv[2], f"saved_{os.environ.get('TORCHPMAP_SHARED_MEMORY')}")
+    tp.checkpoint.save(folder, tree, asynchronous=True).wait()
 
 
 jobs.add(2, end_the_others(1), "killed_while_it_saves_over_gloo", TORCHPMAP_SHARED_MEMORY="0")(
