@@ -79,12 +79,11 @@ class _Wanted(NamedTuple):
 def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
     """See ``torchpmap.checkpoint.load``."""
     others = Peers(f"torchpmap.checkpoint.load({str(path)!r})")
-    folder = Folder(path).find()
-    found = _version(folder)
+    found = folder, _ = _find(path)
     leaves, structure = leaves_of(like, "like")
 
     def read() -> tuple[Table, list[_Wanted]]:
-        with _replaced(folder, found):
+        with _unless_replaced(path, found):
             table = Table.of(folder)
         if like is None:
             return table, [_Wanted(row, row.kind) for row in table.rows.values()]
@@ -100,7 +99,7 @@ def load_tree(path: str | os.PathLike[str], like: Any) -> Any:
         )
 
     def restore() -> list[Any]:
-        with _replaced(folder, found):
+        with _unless_replaced(path, found):
             return _restore(wants, folder)
 
     values = others.together(restore)
@@ -114,38 +113,44 @@ def is_complete(path: Path) -> bool:
         CheckpointError: it is damaged, or in another format.
     """
     while True:
-        folder = Folder(path).find()
-        found = _version(folder)
+        found = folder, _ = _find(path)
         try:
-            Table.of(folder)
+            with _unless_replaced(path, found):
+                Table.of(folder)
             return True
-        except (FileNotFoundError, CheckpointError) as error:
-            if Folder(path).find() != folder or _version(folder) != found:
-                continue
-            if isinstance(error, CheckpointError):
-                raise
+        except _Replaced:
+            continue
+        except FileNotFoundError:
             return False
 
 
-def _version(folder: Path) -> tuple[int, int] | None:
-    """What differs between a checkpoint and one that takes its name."""
+class _Replaced(CheckpointError):
+    """Another checkpoint has taken the name of one that was read."""
+
+
+_Found = tuple[Path, tuple[int, int] | None]
+
+
+def _find(path: str | os.PathLike[str]) -> _Found:
+    """Where a checkpoint is now, and what differs between it and one that takes its name."""
+    folder = Folder(path).find()
     try:
         stat = folder.stat()
     except OSError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns
+        return folder, None
+    return folder, (stat.st_ino, stat.st_mtime_ns)
 
 
 @contextmanager
-def _replaced(folder: Path, found: tuple[int, int] | None) -> Iterator[None]:
+def _unless_replaced(path: str | os.PathLike[str], found: _Found) -> Iterator[None]:
     """Tell a checkpoint that was replaced while it was read from a damaged one."""
     try:
         yield
     except (CheckpointError, FileNotFoundError) as error:
-        if found is None or _version(folder) == found:
+        if _find(path) == found:
             raise
-        raise CheckpointError(
-            f"the checkpoint {folder} was replaced or removed while it was read. Load it again."
+        raise _Replaced(
+            f"the checkpoint {found[0]} was replaced or removed while it was read. Load it again."
         ) from error
 
 
