@@ -54,6 +54,7 @@ from torchpmap._transforms.jit_program import (
     Program,
     make_options,
     run_in_turn,
+    turns,
 )
 from torchpmap._transforms.jit_stores import Look, Storing, storing
 from torchpmap._transforms.jit_transforms import Body, Outline
@@ -165,7 +166,7 @@ class Jitted(Made, Generic[_P, _R]):
                 return self._run_now(args, kwargs)
 
     def _run_now(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        since = Program.num_turns
+        since = turns.num_ended
         program, taken = self._program_of(args, kwargs, self._make)
         if program is None:
             return self._by_operation(args, kwargs)

@@ -90,12 +90,21 @@ _EQUAL = (
 SHARED = "it writes to an argument that shares its value with another or a closure"
 
 
+@dataclass
+class Turns:
+    """The calls with effects, of all programs."""
+
+    num_ended: int = 0
+
+
+turns = Turns()
+"""An instance, as Python uses a class slowly after one of its attributes was set."""
+
+
 class Program:
     """What runs for one kind of call."""
 
     changes = Changes()
-    num_turns = 0
-    """How many calls with effects there have been, of all programs."""
     _told = "allow"
     """The last setting ``tp.config.gathers`` that it has heeded."""
 
@@ -383,7 +392,7 @@ class Program:
 
 
 def run_in_turn(program: Any, tensors: Sequence[Any], since: int) -> Any:
-    """What a program returns, after its effects; ``since``: ``num_turns`` before ``taken``.
+    """What a program returns, after its effects; ``since``: ``turns.num_ended`` before ``taken``.
 
     Raises:
         Changed: another thread has changed since then what the program depends on.
@@ -393,14 +402,14 @@ def run_in_turn(program: Any, tensors: Sequence[Any], since: int) -> Any:
         return program.run(tensors)
     program.plan.prepare()
     with in_turn():
-        if Program.num_turns != since:
+        if turns.num_ended != since:
             tensors = program.again(tensors)
             if tensors is None:
                 raise Changed
         try:
             return program.run(tensors)
         finally:
-            Program.num_turns += 1
+            turns.num_ended += 1
 
 
 def _like(made: torch.Tensor, source: torch.Tensor | None) -> Layout | None:

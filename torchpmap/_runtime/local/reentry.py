@@ -40,5 +40,6 @@ def refuse_to_wait(*locks: Any) -> None:
             "a finalizer (__del__, weakref.finalize) calls torchpmap and waits, in one of "
             "torchpmap's own threads, which happened to collect garbage. " + _REMEDY
         )
-    if any(held_here(lock)() for lock in locks):
-        refuse()
+    for lock in locks:  # each step of a training loop asks: ``any`` takes twice as long
+        if held_here(lock)():
+            refuse()
