@@ -6,6 +6,7 @@ from test_layers import SOURCES
 
 OWN_PROCESSES = "bytes that a process of the same pool has sent through a socket pair"
 RUNS = {
+    "_doctor.convert": "a checkpoint that the user has named, by torch.load(weights_only=True)",
     "_base.errors": OWN_PROCESSES,
     "_runtime.local.monitor": OWN_PROCESSES,
     "_runtime.local.plans": OWN_PROCESSES,

@@ -1,4 +1,4 @@
-"""``python -m torchpmap doctor``, ``bench`` and ``replay FILE``."""
+"""``python -m torchpmap doctor``, ``bench``, ``replay FILE`` and ``convert OLD NEW``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ def main(given: Sequence[str] | None = None) -> int:
     replay.add_argument("--against", metavar="FILE", help="the first difference from another call")
     replay.add_argument("--dtype", help="... from the same in another dtype: float64")
     replay.add_argument("--backend", help="... from the same compiled: inductor")
+    convert = commands.add_parser("convert", help="a checkpoint of torchpmap 0.1, for this release")
+    convert.add_argument("old", help="the folder that torchpmap 0.1 has saved")
+    convert.add_argument("new", help="a folder to save to")
     options = parser.parse_args(given)
-    if options.command == "replay":
-        return _replay(options)
+    if options.command in ("replay", "convert"):
+        return (_replay if options.command == "replay" else _convert)(options)
     import torchpmap as tp
 
     try:
@@ -66,6 +69,20 @@ def _bench(*, as_json: bool) -> int:
     rows = bench.run(print if is_first and not as_json else None)
     if as_json and is_first:
         print(json.dumps(rows, indent=2))
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from torchpmap import CheckpointError
+    from torchpmap._doctor.convert import convert
+
+    try:
+        convert(Path(options.old), Path(options.new))
+    except (OSError, CheckpointError) as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

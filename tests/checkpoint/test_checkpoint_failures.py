@@ -359,10 +359,9 @@ def saved_by_torch(folder, *, is_ours):
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_the_format_of_before(tmp_path, is_ours):
     saved_by_torch(tmp_path / "step_1", is_ours=is_ours)
-    message = (
-        "is in the format of torch.distributed.checkpoint, which torchpmap 0.1 was the last "
-        "release to write and read. Convert it once, .* save it with this release"
-    )
+    ours = r"of torchpmap 0.1, .* If it is yours, convert it: python -m torchpmap convert \S+ NEW"
+    torchs = "of torch.distributed.checkpoint. .* dcp_to_torch"
+    message = f"is in the format {ours if is_ours else torchs}"
     for read in (load, lambda path: latest(path.parent)):
         with pytest.raises(tp.CheckpointError, match=message):
             read(tmp_path / "step_1")

@@ -219,4 +219,4 @@ def test_an_argument_that_is_no_setting():
 def test_a_command_is_needed():
     done = command()
     assert done.returncode == 2
-    assert "{doctor,bench,replay}" in done.stderr
+    assert "{doctor,bench,replay,convert}" in done.stderr

@@ -44,19 +44,20 @@ class OtherFormat(CheckpointError):
     """A checkpoint that is complete, but that this release does not read."""
 
 
+OLD_VERSION = 1
+"""Of torchpmap 0.1, whose blocks are files of ``torch.save``."""
+
+
 def other_format(folder: Path, version: Any) -> OtherFormat:
-    """The error for a checkpoint in another version of the format; 1 is that of torchpmap 0.1."""
+    """The error for a checkpoint in another version of the format."""
     which = (
         f"version {version!r:.50} of the format, which this release of torchpmap does not know. "
         "Use the one that wrote it."
     )
-    if version == 1:
+    if version == OLD_VERSION:
         which = (
-            "the format of torch.distributed.checkpoint, which torchpmap 0.1 was the last release "
-            "to write and read. Convert it once, in a process that trusts it: load it with "
-            "torchpmap 0.1 (or with torch.distributed.checkpoint) and write the tree with "
-            "torch.save; then read that with torch.load and save it with this release. See "
-            "docs/checkpoint.md."
+            "the format of torchpmap 0.1, whose files are not read as data alone. If it is yours, "
+            f"convert it: python -m torchpmap convert {folder} NEW. The next release cannot."
         )
     return OtherFormat(f"the checkpoint {folder} is in {which}")
 
@@ -111,7 +112,11 @@ def read_table(folder: Path) -> bytes:
     """
     if not os.path.lexists(folder / TABLE):
         if os.path.lexists(folder / _DCP_TABLE):
-            raise other_format(folder, 1)
+            raise OtherFormat(
+                f"the checkpoint {folder} is in the format of torch.distributed.checkpoint. If you "
+                "trust it, make one file for torch.load of it: python -m "
+                f"torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE."
+            )
         raise FileNotFoundError(
             f"there is no checkpoint at {folder}: "
             + (f"it has no {TABLE}." if folder.exists() else "nothing has this name.")

@@ -212,10 +212,7 @@ class Table(NamedTuple):
         """
         source, text = TABLE, read_table(folder)
         try:
-            stored = json_of_file(text)
-            body, digest = stored["checkpoint"], stored["digest"]
-            if _digest(body) != digest:
-                raise broken(folder, f"{TABLE} has changed since it was written")
+            body, digest = body_of(folder, text)
             if body["version"] != _VERSION:
                 raise other_format(folder, body["version"])
             headers = {}
@@ -231,6 +228,15 @@ class Table(NamedTuple):
             what = f"{type(error).__name__}: {error!s:.300}"
             raise broken(folder, f"{source!r:.80} is not what was written ({what})") from None
         return Table(rows, structure, digest)
+
+
+def body_of(folder: Path, text: bytes) -> tuple[Any, str]:
+    """What a table says, in any version, and its digest, which is checked."""
+    stored = json_of_file(text)
+    body, digest = stored["checkpoint"], stored["digest"]
+    if _digest(body) != digest:
+        raise broken(folder, f"{TABLE} has changed since it was written")
+    return body, digest
 
 
 def table_text(tree: Any, files: Any) -> bytes:
