@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dispatch import Loop, Torchpmap, double, double_all, zeros  # first: it chooses the devices
+import dispatch  # noqa: F401 - first: it chooses the devices
 
 # isort: split
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from _harness import Sample, environment, interleave
 
 import torchpmap as tp
+from torchpmap._doctor.bench import Loop, Torchpmap, double, double_all, zeros
 
 FEW = 2
 """Devices, where something else varies."""

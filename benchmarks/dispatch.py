@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 os.environ |= {"TORCHPMAP_DEVICE_TYPE": "cpu", "JAX_PLATFORMS": "cpu"}  # whatever the host has
 # read when jax is imported; more virtual devices than are used cost nothing
@@ -27,17 +27,29 @@ import torch
 from _harness import Check, Result, environment, interleave, print_checks, print_table
 
 import torchpmap as tp
+from torchpmap._doctor.bench import (
+    CHAIN,
+    LEAVES,
+    MEGABYTE,
+    Library,
+    Mapped,
+    Sample,
+    Torchpmap,
+    chained_sample,
+    feed_sample,
+    fetch_sample,
+    per_leaf_sample,
+    permute_sample,
+    psum_sample,
+    ring,
+    sync_sample,
+)
 
 try:
     import jax
 except ImportError:
     jax = None
 
-Mapped = Callable[[Any], Any]
-
-CHAIN = 1000
-LEAVES = 100
-MEGABYTE = 1 << 20
 CHAINED, PER_LEAF, SYNC, PSUM, PERMUTE, FETCH, FEED, FIRST = SECTIONS = (
     "chained",
     "per leaf",
@@ -61,44 +73,6 @@ TITLES = {
 
 
 # -- contenders ------------------------------------------------------------------------------------
-
-
-class Library(Protocol):
-    """How one contender maps a function; results can be passed on to the next call as they are."""
-
-    def map(self, fun: Callable[[Any], Any], num_devices: int) -> Mapped:
-        """``fun``, mapped over the first ``num_devices`` devices with the axis name "i"."""
-
-    def psum(self, x: Any) -> Any:
-        """The sum over the axis, inside a mapped function."""
-
-    def shift(self, x: Any, num_devices: int) -> Any:
-        """The value of the device before this one, inside a mapped function."""
-
-    def block(self, tree: Any) -> Any:
-        """Wait for every leaf."""
-
-    def fetch(self, value: Any) -> np.ndarray:
-        """The whole value in host memory."""
-
-
-class Torchpmap:
-    """``torchpmap.pmap`` with its defaults."""
-
-    def map(self, fun: Callable[[Any], Any], num_devices: int) -> Mapped:
-        return tp.pmap(fun, axis_name="i", devices=tp.devices()[:num_devices])
-
-    def psum(self, x: Any) -> Any:
-        return tp.psum(x, "i")
-
-    def shift(self, x: Any, num_devices: int) -> Any:
-        return tp.ppermute(x, "i", ring(num_devices))
-
-    def block(self, tree: Any) -> Any:
-        return tp.block_until_ready(tree)
-
-    def fetch(self, value: Any) -> np.ndarray:
-        return value.numpy()
 
 
 class TorchpmapShardMap(Torchpmap):
@@ -148,113 +122,7 @@ def libraries() -> dict[str, Library]:
     return found
 
 
-# -- one round of one contender --------------------------------------------------------------------
-
-
-class Loop:
-    """A mapped function whose result is its next argument."""
-
-    def __init__(self, library: Library, fun: Mapped, start: Any, num_devices: int) -> None:
-        self.library = library
-        self.mapped = library.map(fun, num_devices)
-        self.value = start
-        self.synced(3)  # compiles on every device, and lays out the value for the next call
-
-    def chained(self, calls: int) -> dict[str, float]:
-        """Seconds per call, until the results are there and until the last call returned."""
-        mapped, value = self.mapped, self.value
-        start = time.perf_counter()
-        for _ in range(calls):
-            value = mapped(value)
-        issued = time.perf_counter()
-        self.value = self.library.block(value)
-        done = time.perf_counter()
-        return {"total": (done - start) / calls, "calls return": (issued - start) / calls}
-
-    def synced(self, calls: int) -> float:
-        """Seconds per call that is waited for."""
-        mapped, block, value = self.mapped, self.library.block, self.value
-        start = time.perf_counter()
-        for _ in range(calls):
-            value = block(mapped(value))
-        self.value = value
-        return (time.perf_counter() - start) / calls
-
-
-def double(x: Any) -> Any:
-    return x * 2
-
-
-def double_all(xs: list[Any]) -> list[Any]:
-    return [x * 2 for x in xs]
-
-
-def ring(num_devices: int) -> list[tuple[int, int]]:
-    return [(k, (k + 1) % num_devices) for k in range(num_devices)]
-
-
-def zeros(num_devices: int, size: int) -> np.ndarray:
-    return np.zeros((num_devices, size), np.float32)  # doubled and summed they never become inf
-
-
-def chained_sample(library: Library, num_devices: int) -> Any:
-    loop = Loop(library, double, zeros(num_devices, 3), num_devices)
-    return lambda: loop.chained(CHAIN)
-
-
-def per_leaf_sample(library: Library, num_devices: int) -> Any:
-    one = Loop(library, double_all, [zeros(num_devices, 3)], num_devices)
-    many = Loop(library, double_all, [zeros(num_devices, 3)] * LEAVES, num_devices)
-
-    def sample() -> dict[str, float]:
-        few, lots = one.chained(300), many.chained(100)
-        return {metric: (lots[metric] - few[metric]) / (LEAVES - 1) for metric in few}
-
-    return sample
-
-
-def sync_sample(library: Library, num_devices: int) -> Any:
-    loop = Loop(library, double, zeros(num_devices, 3), num_devices)
-    return lambda: {"total": loop.synced(300)}
-
-
-def psum_sample(library: Library, num_devices: int) -> Any:
-    # every call is waited for: some ten pipelined collectives can deadlock jax on few cores
-    small = Loop(library, library.psum, zeros(num_devices, 1), num_devices)
-    large = Loop(library, library.psum, zeros(num_devices, MEGABYTE // 4), num_devices)
-    huge = Loop(library, library.psum, zeros(num_devices, 16 * MEGABYTE), num_devices)
-    return lambda: {"4 B": small.synced(100), "1 MB": large.synced(10), "64 MB": huge.synced(1)}
-
-
-def permute_sample(library: Library, num_devices: int) -> Any:
-    def shift(x: Any) -> Any:
-        return library.shift(x, num_devices)
-
-    loop = Loop(library, shift, zeros(num_devices, MEGABYTE // 4), num_devices)
-    return lambda: {"1 MB": loop.synced(20)}
-
-
-def feed_sample(library: Library, num_devices: int) -> Any:
-    start = zeros(num_devices, 64 * MEGABYTE // 4 // num_devices)
-    loop = Loop(library, double, start, num_devices)
-
-    def sample() -> dict[str, float]:
-        loop.value = start
-        return {"64 MB": loop.synced(1)}
-
-    return sample
-
-
-def fetch_sample(library: Library, num_devices: int) -> Any:
-    loop = Loop(library, double, zeros(num_devices, 64 * MEGABYTE // 4 // num_devices), num_devices)
-
-    def sample() -> dict[str, float]:
-        loop.synced(1)  # a new value, because jax caches fetched values
-        start = time.perf_counter()
-        loop.library.fetch(loop.value)
-        return {"64 MB": time.perf_counter() - start}
-
-    return sample
+# -- beside them -----------------------------------------------------------------------------------
 
 
 def copy_samples() -> dict[str, Any]:
@@ -308,7 +176,7 @@ def first_call_sample(num_devices: int, modes: Sequence[str]) -> Any:
 # -- the run ---------------------------------------------------------------------------------------
 
 # section -> (sample, numbers of devices, rounds, rounds of a quick run, unit)
-STEADY: dict[str, tuple[Callable[[Library, int], Any], tuple[int, ...], int, int, str]] = {
+STEADY: dict[str, tuple[Callable[[Library, int, int], Sample], tuple[int, ...], int, int, str]] = {
     CHAINED: (chained_sample, (2, 4, 8), 15, 5, "us"),
     PER_LEAF: (per_leaf_sample, (2, 4), 15, 5, "us"),
     SYNC: (sync_sample, (2, 4), 15, 5, "us"),
@@ -330,7 +198,8 @@ def measure(sections: Sequence[str], quick: bool, counts: Sequence[int]) -> list
         for name in mine:
             prepare, _, full_rounds, quick_rounds, unit = STEADY[name]
             contenders = {
-                label: prepare(library, num_devices) for label, library in libraries().items()
+                label: prepare(library, num_devices, num_devices)
+                for label, library in libraries().items()
             }
             if name == FETCH:
                 contenders |= copy_samples()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from torchpmap._doctor.facts import collect
 from torchpmap._doctor.findings import findings
@@ -141,6 +142,7 @@ def test_the_facts_of_this_machine():
     assert {name: type(facts[name]) for name in FACTS} == dict.fromkeys(FACTS, dict)
     for section, known in FACTS.items():
         assert known.keys() <= facts[section].keys() | facts["environment"].keys()
+    assert f"PyTorch version: {torch.__version__}" in facts["torch"]["collect_env"]
     list(described(facts))
 
 
@@ -200,11 +202,19 @@ def test_the_doctor_tells_what_does_not_work():
     assert f"FAILED\n    ValueError: {text}\n" in done.stdout
 
 
+ROWS = [
+    "call and wait",
+    *(f"psum of {size}, and wait" for size in ("4 B", "1 MB", "64 MB")),
+    *("ppermute of 1 MB, and wait", "fetch 64 MB", "call with 64 MB of host memory"),
+    *("one more leaf of 100", "chained call"),
+]
+
+
 @pytest.mark.long
 def test_the_table_of_this_machine():
     done = command("bench", "--json", "--num-devices", "2")
     rows = json.loads(done.stdout)
-    assert len(rows) == 8
+    assert [row["name"] for row in rows[1:]] == ROWS
     assert all(row["value"] > 0 for row in rows)
 
 

@@ -30,13 +30,13 @@ Facts = dict[str, dict[str, Any]]
 
 _PREFIXES = ("TORCHPMAP_", "TORCHINDUCTOR_", "NCCL_", "GLOO_", "OMP_", "MKL_", "PYTORCH_")
 _NAMES = ("CXX", "CC", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TMPDIR")
-_COMPILER_S = 10.0
+_ANSWER_S = 30.0
 
 
 def collect() -> Facts:
     settings, wrong = _settings()
     devices = _devices(settings)
-    command = cpp_compiler()
+    command, torchs = cpp_compiler(), _answer(sys.executable, "-m", "torch.utils.collect_env")
     version = command and _answer(command, "--version").partition("\n")[0]
     return {
         "versions": {
@@ -48,11 +48,12 @@ def collect() -> Facts:
         "machine": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "is_linux": sys.platform == "linux",
-            "processor": _field("/proc/cpuinfo", "model name") or platform.processor(),
+            "processor": _field(torchs, "Model name") or platform.processor(),
             "cores": os.cpu_count(),
             "usable_cores": usable_cores(),
             **_memory(),
         },
+        "torch": {"collect_env": torchs.splitlines()},
         "settings": {"values": {} if wrong else asdict(settings), "error": wrong},
         "devices": devices,
         "compiler": {
@@ -74,7 +75,7 @@ def collect() -> Facts:
 def _answer(*command: str) -> str:
     """What a program prints; nothing if it fails or does not end."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILER_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout
@@ -93,15 +94,16 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _field(path: str, name: str) -> str:
-    """Of a file of ``/proc``: what follows a name and a colon, where that comes first."""
-    found = re.search(rf"^{name}\s*: *(.*)$", _read(path), re.MULTILINE)
+def _field(text: str, name: str) -> str:
+    """What follows a name and a colon, where that comes first."""
+    found = re.search(rf"^{name}\s*: *(.*)$", text, re.MULTILINE)
     return found[1].strip() if found else ""
 
 
 def _memory() -> dict[str, int | None]:
     """In bytes; what a container may use counts, if it is less than the host has."""
-    fields = (_field("/proc/meminfo", name) for name in ("MemTotal", "MemAvailable"))
+    text = _read("/proc/meminfo")
+    fields = (_field(text, name) for name in ("MemTotal", "MemAvailable"))
     total, available = (int(each.removesuffix(" kB")) * 1024 if each else None for each in fields)
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     if limit.isdecimal() and (total is None or int(limit) < total):
