@@ -138,7 +138,7 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
 # -- one program -----------------------------------------------------------------------------------
 
-_HEAD = """
+HEAD = """
 import os, signal, sys, threading, time
 import torch, torchpmap as tp
 EAGER = {"backend": "eager"}
@@ -150,7 +150,7 @@ def pids():
 
 def script(*parts: str, **environment: str) -> "Program":
     """A controller of its own, in which ``pids()`` asks for its workers."""
-    return Program("-c", "\n".join([_HEAD, *map(textwrap.dedent, parts)]), **environment)
+    return Program("-c", "\n".join([HEAD, *map(textwrap.dedent, parts)]), **environment)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ RUNS = {
     "_runtime.local.preload": OWN_PROCESSES,
     "_runtime.local.worker": OWN_PROCESSES,
     "_trace.graph_code": "a text that it has written itself: names and literals",
+    "_trace.saved_code": "files of the folder whose libraries Inductor runs unchecked",
     "_runtime.torchrun.runtime": "bytes that this process has pickled itself: a copy of a function",
 }
 """Every module that unpickles or runs texts: whose."""

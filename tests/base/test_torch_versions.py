@@ -95,7 +95,7 @@ def test_the_first_jvp_does_not_warn() -> None:
 COMPILER_BUT_NO_GPU = """
 import sys
 import torch._inductor.compile_fx
-from torchpmap._trace.compile import warm_up
+from torchpmap._trace.toolchain import warm_up
 assert "torch.utils.cpp_extension" not in sys.modules
 torch.version.cuda = "13.0"
 torch.cuda._is_compiled = lambda: True

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchpmap as tp
 from torchpmap import random
-from torchpmap._trace.compile import compile_definition, warm_up
-from torchpmap._trace.toolchain import cpp_compiler
+from torchpmap._trace.compile import compile_definition
+from torchpmap._trace.toolchain import cpp_compiler, warm_up
 from torchpmap.random._threefry import threefry2x32, whole
 
 CASES = json.loads((Path(__file__).parent / "random_cases.json").read_text())["cases"]

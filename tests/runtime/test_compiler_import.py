@@ -2,8 +2,10 @@
 compiler in memory, and when.
 """
 
+import textwrap
+
 import pytest
-from _launched import script
+from _launched import HEAD, Program, script
 
 SETUP = """
     tp.init(2, "cpu")
@@ -42,6 +44,18 @@ except tp.WorkerDied:
 print(ask())
 """
 NONE, ALL = "[0.0, 0.0]", "[1.0, 1.0]"
+BEGINS_WITH_ONE = "doubled = tp.pmap(lambda x: x * 2)\n" + COMPILES_NOTHING
+
+
+def fresh(folder):
+    """Code is made in a folder of its own, and g++ does not run for longer than the script."""
+    folder = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    return folder | {"TORCHPMAP_WARM": "1", "TORCHPMAP_SHARED_MEMORY": "0"}
+
+
+def said(program):
+    output = program.wait(150).clean()
+    return [line for line in output.splitlines() if not line.startswith("torchpmap: waiting")]
 
 
 @pytest.mark.long
@@ -54,14 +68,31 @@ NONE, ALL = "[0.0, 0.0]", "[1.0, 1.0]"
         (COMPILES_NOTHING + MEETS_ONE.format("tp.pmap"), [NONE, ALL]),
         (COMPILES_NOTHING + MEETS_ONE.format("tp.jit"), [NONE, ALL]),
         # at the start already if a function is to be compiled
-        ("doubled = tp.pmap(lambda x: x * 2)\n" + COMPILES_NOTHING, [ALL]),
+        (BEGINS_WITH_ONE, [ALL]),
     ],
     ids=["compiles later", "meets a mapped function", "meets a jitted function", "is to compile"],
 )
-def test_workers_import_the_compiler_when_it_is_needed(code, printed):
-    output = script(SETUP, code, TORCHPMAP_WARM="1").wait(150).clean()
-    said = [line for line in output.splitlines() if not line.startswith("torchpmap: waiting")]
-    assert said == printed
+def test_workers_import_the_compiler_when_it_is_needed(code, printed, tmp_path):
+    assert said(script(SETUP, code, **fresh(tmp_path))) == printed
+
+
+@pytest.mark.long
+def test_a_script_whose_code_was_saved_runs_without_the_compiler(tmp_path):
+    """It is expected where a script has compiled nothing else when it last ran, and if that was
+    wrong, workers import the compiler when they need it.
+    """
+    folder, file = tmp_path / "cache", tmp_path / "train.py"
+
+    def run(code):
+        file.write_text(f"{HEAD}{textwrap.dedent(SETUP)}{code}")
+        return said(Program(str(file), **fresh(folder)))
+
+    code = BEGINS_WITH_ONE + COMPILES
+    assert [run(code) for _ in range(2)] == [[ALL, ALL], [NONE, NONE]]
+    assert run(code + "# changed") == [ALL, ALL]
+    for saved in folder.glob("torchpmap/*.py"):
+        saved.unlink()
+    assert run(code) == [NONE, ALL]
 
 
 def test_what_tracing_needs_is_imported_while_the_workers_start():

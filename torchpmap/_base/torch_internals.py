@@ -25,7 +25,8 @@ read, these are used elsewhere: attributes of ``CustomOpDef`` (``_trace/custom_o
 ``_base/refuse_writes``, ``_trace/graphs``, ``_trace/passes``, ``_trace/trace``,
 ``_transforms/jit_program``), ``tensor._version`` (``_base/contents``), ``graph._root``
 (``_loops/emit``, ``_loops/surroundings``, ``_trace/graphs``, ``_trace/repetition``),
-``node._sequence_nr()`` (``_trace/remat``), ``_torchdynamo_orig_callable`` (``_trace/pickling``) and
+``node._sequence_nr()`` (``_trace/remat``), ``_get_dict`` and ``_config`` of torch's modules of
+settings (``_trace/saved_code``), ``_torchdynamo_orig_callable`` (``_trace/pickling``) and
 ``optimizer._init_group`` (``_base/optimizers``).
 """
 
@@ -488,3 +489,10 @@ def skipped(code: CodeType) -> CodeType:
     action = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action, action))
     return code
+
+
+# -- Inductor --------------------------------------------------------------------------------------
+
+_guards: Any = torch._C._dynamo.guards
+tensor_data_pointer: int = _guards._torchinductor_pyobject_tensor_data_ptr
+"""Where the functions of Inductor's libraries find how to read the address of a tensor."""

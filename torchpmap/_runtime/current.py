@@ -31,6 +31,7 @@ from torchpmap._runtime import inline_mode
 from torchpmap._runtime.base import JobRuntime, PoolRuntime, Runtime
 from torchpmap._runtime.local.reentry import refuse_to_wait
 from torchpmap._runtime.torchrun.place import JobPlace, devices_of, found_place
+from torchpmap._trace import saved_code
 from torchpmap._trace.compile import EAGER, Backend
 
 _LOCK_S = 0.5
@@ -319,7 +320,7 @@ def expect_compiling(backend: Backend | None) -> None:
     """Let workers have the compiler in memory before they need it.  Those that are started from now
     on have it at once: that takes longer, but once for all of them.
     """
-    if backend in (None, EAGER) or inline_mode.active():
+    if backend in (None, EAGER) or inline_mode.active() or saved_code.is_expected():
         return
     from torchpmap._runtime.local.forkserver import server
 

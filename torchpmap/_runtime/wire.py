@@ -127,6 +127,8 @@ class FrameReader:
         self._body = memoryview(b"")  # of a frame that does not fit in the buffer
         self._filled = 0
         self._lost = 0  # bytes still to come of a body for which there was no memory
+        self.when_idle: Callable[[], None] | None = None
+        """Called before the process waits for a frame."""
 
     def frames(self, flags: int = 0, most: int = MAX_BODY) -> Iterator[tuple[int, int, memoryview]]:
         """(kind, seq, body) of each frame, valid until the next one is read; large bodies are in
@@ -155,6 +157,8 @@ class FrameReader:
             if received >= most:
                 return
             try:
+                if self.when_idle is not None and self._start == self._end and not self._body:
+                    self.when_idle()
                 received += self._receive(flags)
             except BlockingIOError:
                 return

@@ -31,12 +31,17 @@ def boxed_body(artifact: Any, num_results: int) -> Boxed:
     2.13: 6 us a call).  That serves gradients, writes to inputs, and results that are views, none
     of which a body has.
     """
+    return own_code(artifact, num_results) or boxed_artifact(artifact)
+
+
+def own_code(artifact: Any, num_results: int) -> Boxed | None:
+    """Inductor's code alone; None if there is more, or if it has other results."""
     from torch._inductor.output_code import CompiledFxGraph
 
     compiled, parameters = _parts(artifact)
     code = _closed_over(compiled, CompiledFxGraph)
     if code is None or parameters or len(code.output_strides or ()) != num_results:
-        return boxed_artifact(artifact)
+        return None
     found: Boxed = code.current_callable
     return found
 

@@ -10,13 +10,13 @@ compiles, the others find every artifact there and load it in milliseconds.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,8 @@ from torchpmap._base.torch_internals import (
 )
 from torchpmap._collectives.backend import DIRECTLY, NAMESPACES
 from torchpmap._layout.axis_stack import is_group_name
-from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_body, boxed_call
+from torchpmap._trace import saved_code
+from torchpmap._trace.boxed import Boxed, boxed_artifact, boxed_body, boxed_call, own_code
 from torchpmap._trace.compiled_loops import (
     Loop,
     has_scans,
@@ -46,7 +47,7 @@ from torchpmap._trace.graph_code import boxed_code
 from torchpmap._trace.graphs import acts, all_nodes, results_of, shows, writes
 from torchpmap._trace.inductor_gaps import mending_passes, right_code
 from torchpmap._trace.passes import names_in
-from torchpmap._trace.toolchain import make_cache_private
+from torchpmap._trace.toolchain import make_cache_private, quietly
 from torchpmap.random import _threefry as _threefry
 
 Kind = tuple[tuple[int, ...], torch.dtype]
@@ -133,6 +134,8 @@ class CompileReport(NamedTuple):
     """What became of Inductor's cache: "hit", "miss" or "unused"; or "bypassed" for a graph that
     cannot be cached, so that every worker compiles it.
     """
+    is_saved: bool = False
+    """Whether its code runs without Inductor from now on."""
 
 
 def parse_compile(value: Any) -> Backend | None:
@@ -182,11 +185,11 @@ def _check_registered(name: str) -> None:
 
 def compile_and_report(definition: Definition, index: torch.Tensor) -> tuple[Boxed, CompileReport]:
     """``compile_definition``, and how that went."""
-    begin, before = time.monotonic(), _cache_counts()
+    begin, before, num_saved = time.monotonic(), _cache_counts(), _without_it.total()
     runner = compile_definition(definition, index)
     now = _cache_counts()
-    grown = [said for name, said in _CACHE.items() if now[name] > before[name]]
-    return runner, CompileReport(time.monotonic() - begin, (grown or ["unused"])[0])
+    cache = next((said for name, said in _CACHE.items() if now[name] > before[name]), "unused")
+    return runner, CompileReport(time.monotonic() - begin, cache, _without_it.total() > num_saved)
 
 
 _CACHE = {"bypass": "bypassed", "miss": "miss", "hit": "hit"}
@@ -198,7 +201,11 @@ def _cache_counts() -> dict[str, int]:
     utils = sys.modules.get("torch._dynamo.utils")
     # another thread may be in the middle of importing the module
     counts = getattr(utils, "counters", {}).get("inductor", {})
-    return {name: counts.get(f"fxgraph_cache_{name}", 0) for name in _CACHE}
+    return {name: counts.get(f"fxgraph_cache_{name}", 0) + _without_it[name] for name in _CACHE}
+
+
+_without_it: Counter[str] = Counter()
+"""The same of code that runs without Inductor: it was there ("hit"), or is now ("saved")."""
 
 
 def compile_definition(definition: Definition, index: torch.Tensor) -> Boxed:
@@ -273,7 +280,9 @@ def _compile(
     if backend == EAGER:
         return _eager(graph, kinds, device)
     if backend.is_inductor:
-        return _inductor(graph, kinds, device, backend)
+        if device.type != "cpu":
+            return _inductor(graph, kinds, device, backend)
+        return _saved(graph, kinds, device, backend, definition.ambient)
     examples = [
         *leading,
         *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in definition.inputs),
@@ -365,9 +374,31 @@ def _in_order(module: torch.fx.GraphModule) -> Boxed:
     return boxed_code(module, DIRECTLY if keeps else DIRECTLY | _COPIES)
 
 
-def _inductor(
-    graph: torch.fx.GraphModule, kinds: Sequence[Kind], device: torch.device, backend: Backend
+def _saved(
+    graph: torch.fx.GraphModule,
+    kinds: Sequence[Kind],
+    device: torch.device,
+    backend: Backend,
+    ambient: Ambient,
 ) -> Boxed:
+    """Inductor's code for a CPU, without Inductor if it was saved before."""
+    make_cache_private()
+    file = saved_code.file_of(graph, dict(backend.options), kinds, backend.mode, ambient)
+    found = None if file is None else saved_code.load(file)
+    if found is not None:
+        _without_it["hit"] += 1
+        return found
+    return _inductor(graph, kinds, device, backend, file)
+
+
+def _inductor(
+    graph: torch.fx.GraphModule,
+    kinds: Sequence[Kind],
+    device: torch.device,
+    backend: Backend,
+    file: Path | None = None,
+) -> Boxed:
+    """``file``: where to save the code, if it can run alone."""
     with uncollected():
         import torch._inductor.compile_fx  # standalone_compile would import it
         from torch._inductor import standalone_compile
@@ -398,9 +429,14 @@ def _inductor(
         compiled = boxed_body(found, num_results) if is_pure else boxed_artifact(found)
         return running_with(compiled, loops)
 
-    with _quietly(), right_code():
+    with quietly(), right_code():
         graph, loops = with_compiled_loops(graph, mode, examples, body, in_chunks=True)
-        return running_with(boxed_artifact(artifact(graph, examples, loops)), loops)
+        found = artifact(graph, examples, loops)
+    own = None if file is None else own_code(found, len(results_of(graph.graph)))
+    if file is not None and own is not None and saved_code.save(file, own):
+        _without_it["saved"] += 1
+        return saved_code.load(file) or boxed_artifact(found)
+    return running_with(boxed_artifact(found), loops)
 
 
 def _patches(graph: torch.fx.GraphModule, device: torch.device, backend: Backend) -> dict[str, Any]:
@@ -439,40 +475,3 @@ def _teach_hashes() -> None:
     if not rules.keys() <= decomposition.decompositions.keys():
         decomposition.decompositions.update(rules)
         decomposition.fast_random_decomps.cache_clear()  # a copy, made by the first compilation
-
-
-def warm_up() -> None:
-    """Compile a small function: afterwards the modules and tables of Inductor are in memory."""
-    make_cache_private()
-    from torch._inductor import standalone_compile
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    graph = make_fx(lambda x: (x * 2 + 1,))(torch.empty(3))
-    with _quietly():
-        standalone_compile(graph, [torch.empty(3)], dynamic_shapes="from_example_inputs")
-
-
-_UNWANTED = {
-    # of a graph that cannot be cached, which the report of the compilation says
-    "torch._inductor.standalone_compile": "artifact generation failed",
-    # torch with CUDA asks for a GPU where there is a CUDA compiler, also to compile for a CPU
-    "torch.utils.cpp_extension": "No CUDA runtime is found",
-}
-"""Logger -> what it warns of, to no use here."""
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Compile without the warnings that are ``_UNWANTED``."""
-
-    def keep(record: logging.LogRecord) -> bool:
-        return _UNWANTED[record.name] not in record.getMessage()
-
-    logs = [logging.getLogger(name) for name in _UNWANTED]
-    for log in logs:
-        log.addFilter(keep)
-    try:
-        yield
-    finally:
-        for log in logs:
-            log.removeFilter(keep)

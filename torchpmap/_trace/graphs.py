@@ -11,6 +11,7 @@ These are attributes of the module that owns the graph, and arguments of torch's
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -208,6 +209,18 @@ def acts(graph: Graph) -> bool:
 def is_view(node: Node) -> bool:
     """Whether an operation gives views of its first argument."""
     return getattr(node.target, "is_view", False)
+
+
+def views_to(node: Node) -> list[Node]:
+    """A node, what it is a view of, and so on."""
+    found = [node]
+    while True:
+        source: Any = node.args[0] if node.args else None
+        is_part = node.target is operator.getitem and is_view(source)
+        if not is_part and not is_view(node):
+            return found
+        node = source
+        found.append(node)
 
 
 def storages(node: Node) -> set[int]:

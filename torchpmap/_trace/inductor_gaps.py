@@ -53,6 +53,7 @@ from torchpmap._trace.graphs import (
     kind_of_node,
     output_of,
     results_of,
+    views_to,
 )
 
 _aten = torch.ops.aten
@@ -143,12 +144,12 @@ def copy_bases(graph: Graph) -> None:
 
 def _needs_a_copy(node: Node) -> bool:
     base: Any = node.args[0]
-    *views, root = _views(base)
+    *views, root = views_to(base)
     read: list[Node] = []
     torch.fx.map_arg(node.args[1:], read.append)
     return (
         any(map(_is_expanded, views))
-        or any(_views(each)[-1] is root for each in read)
+        or any(views_to(each)[-1] is root for each in read)
         or _has_parts_of_others(root)
     )
 
@@ -156,25 +157,13 @@ def _needs_a_copy(node: Node) -> bool:
 def _has_parts_of_others(node: Node) -> bool:
     """Whether it is a ``cat`` of values that others use too."""
     operands: Any = node.args[0] if node.target is _aten.cat.default else ()
-    chains = [_views(each) for each in operands]
+    chains = [views_to(each) for each in operands]
     return any(
         len(each.users) > 1
         for chain in chains
         if chain[-1].op != "placeholder"  # a caller's value stays where it is
         for each in chain
     )
-
-
-def _views(node: Node) -> list[Node]:
-    """A node, what it is a view of, and so on."""
-    found = [node]
-    while True:
-        source: Any = node.args[0] if node.args else None
-        is_part = node.target is operator.getitem and is_view(source)
-        if not is_part and not is_view(node):
-            return found
-        node = source
-        found.append(node)
 
 
 def _is_expanded(node: Node) -> bool:
@@ -200,7 +189,7 @@ def lay_out(graph: Graph) -> None:
     """Let what branches read lie in memory as it did in the trace."""
     for node in filter(kind_of_node, graph.nodes):
         for operand in node.args[-1]:
-            for each in _views(operand):
+            for each in views_to(operand):
                 each.meta[_STORED] = True
 
 
@@ -224,7 +213,7 @@ def compare_equal_values(graph: Graph) -> None:
         if _decides(node):
             _round(node)
         if node.target in _COMPARISONS:
-            operands = [_views(each)[-1] for each in node.all_input_nodes]
+            operands = [views_to(each)[-1] for each in node.all_input_nodes]
             pairs += itertools.permutations(operands, 2)
     if not pairs:
         return

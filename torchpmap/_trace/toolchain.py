@@ -6,10 +6,14 @@ import contextlib
 import functools
 import getpass
 import importlib
+import logging
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+
+import torch
 
 from torchpmap._base.errors import PmapError
 from torchpmap._base.imports import uncollected
@@ -87,3 +91,40 @@ def make_cache_private() -> None:
             "code there. Set TORCHINDUCTOR_CACHE_DIR to a folder of yours."
         )
     os.chmod(folder, 0o700)
+
+
+def warm_up() -> None:
+    """Compile a small function: afterwards the modules and tables of Inductor are in memory."""
+    make_cache_private()
+    from torch._inductor import standalone_compile
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(lambda x: (x * 2 + 1,))(torch.empty(3))
+    with quietly():
+        standalone_compile(graph, [torch.empty(3)], dynamic_shapes="from_example_inputs")
+
+
+_UNWANTED = {
+    # of a graph that cannot be cached, which the report of the compilation says
+    "torch._inductor.standalone_compile": "artifact generation failed",
+    # torch with CUDA asks for a GPU where there is a CUDA compiler, also to compile for a CPU
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+}
+"""Logger -> what it warns of, to no use here."""
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Compile without the warnings that are ``_UNWANTED``."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return _UNWANTED[record.name] not in record.getMessage()
+
+    logs = [logging.getLogger(name) for name in _UNWANTED]
+    for log in logs:
+        log.addFilter(keep)
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeFilter(keep)

@@ -18,6 +18,7 @@ from torchpmap._runtime.groups.process_groups import RankPartition
 from torchpmap._runtime.local.forkserver import server
 from torchpmap._runtime.local.monitor import Pending
 from torchpmap._runtime.local.pool import Pool
+from torchpmap._trace import saved_code
 from torchpmap._trace.compile import EAGER, CompileReport, Definition, has_users_operations
 from torchpmap._trace.effects import prints
 from torchpmap._trace.pickling import pickled
@@ -56,7 +57,7 @@ class Plans:
         body = pickled(definition)
         if prints(definition.graph):
             self._pool.prints = True
-        if definition.backend != EAGER and not self._has_compiler:
+        if definition.backend != EAGER:
             self._pool.in_order(self._load_compiler)
         # torch's own operations, run as they are, need no compiler and cannot fail here
         is_sure = definition.backend == EAGER and not has_users_operations(definition.graph)
@@ -67,12 +68,18 @@ class Plans:
                 report, others = CompileReport(0.0, "unused"), [*ranks]
             else:
                 report = self._compile(leader, body, definition.name)
+                if definition.backend.is_inductor:
+                    saved_code.expect(report.is_saved)
+                if definition.backend != EAGER and not report.is_saved:
+                    server.expect_compiling()
         except BaseException:
             self._groups.pop(definition.plan_id, None)
             raise
 
         def send() -> None:
             self.forget()
+            if report.is_saved:
+                self._spare_compiler()
             self.defined[definition.plan_id] = tuple(ranks), body
             self._names[definition.plan_id] = definition.name
             if definition.timeout is not None:
@@ -97,7 +104,7 @@ class Plans:
     @property
     def has_news(self) -> bool:
         """Whether there is something to ``tell``."""
-        return bool(self.retired) or (self._is_compiler_wanted and not self._has_compiler)
+        return bool(self.retired) or self._is_compiler_wanted
 
     def tell(self) -> None:
         """Send which plans are ``retired``, and that the compiler is wanted (send lock held)."""
@@ -113,9 +120,13 @@ class Plans:
     def _load_compiler(self) -> None:
         """Let all workers that lack the compiler import it at the same time (send lock held)."""
         if not self._has_compiler:
-            server.expect_compiling()
-            self._pool.tell(tuple(self._pool.workers), wire.LOAD, b"")
-            self._has_compiler = True
+            self._pool.tell(tuple(self._pool.workers), wire.LOAD, b"soon")
+        self._is_compiler_wanted, self._has_compiler = False, True
+
+    def _spare_compiler(self) -> None:
+        """Let those that have not begun wait for a plan that needs it (send lock held)."""
+        self._pool.tell(tuple(self._pool.workers), wire.LOAD, b"")
+        self._is_compiler_wanted = self._has_compiler = False
 
     def _compile(self, leader: int, body: bytes, name: str) -> CompileReport:
         """Wait until the leader has compiled a plan, even if it dies once meanwhile."""

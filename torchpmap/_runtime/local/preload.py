@@ -43,8 +43,7 @@ from torchpmap._runtime.local.forkserver import (
     WorkerArgs,
 )
 from torchpmap._runtime.local.worker_setup import arm_lifeline, leave_signals_to_controller
-from torchpmap._trace.compile import warm_up
-from torchpmap._trace.toolchain import cpp_compiler, import_inductor
+from torchpmap._trace.toolchain import cpp_compiler, import_inductor, warm_up
 
 torch.set_num_threads(1)
 

@@ -32,10 +32,12 @@ import linecache
 import multiprocessing.util
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -72,6 +74,7 @@ from torchpmap._trace.effects import mark_lines
 from torchpmap._trace.toolchain import import_inductor
 
 _NEVER, _FOREVER_S = 1 << 62, 30 * 24 * 3600.0
+_BEFORE_IMPORT_S = 1.0
 _NOTHING: Mapping[int, torch.Tensor] = {}
 _HARMLESS = (wire.PUT, wire.FREE, wire.FORGET, wire.DEFINE)
 """Commands that a rank obeys even after a failure: they involve no other rank, and skipping one
@@ -319,6 +322,18 @@ class _Worker:
         self.groups.ensure(name, partition)
 
     def load(self, seq: int, body: memoryview) -> None:
+        # a plan for a CPU whose code was saved needs no compiler, and may come next
+        wait = _BEFORE_IMPORT_S if self.device.type == "cpu" else 0.0
+        begin = functools.partial(self.import_compiler, time.monotonic() + wait)
+        self.reader.when_idle = begin if body else None
+
+    def import_compiler(self, begin: float) -> None:
+        """Have the compiler in memory before a plan needs it, unless a command comes first."""
+        poll = select.poll()
+        poll.register(self.stream.sock, select.POLLIN)
+        if poll.poll(1e3 * max(begin - time.monotonic(), 0.0)):
+            return
+        self.reader.when_idle = None
         self.doing = "importing the compiler"
         with contextlib.suppress(Exception), self.compiling():  # a plan reports what is wrong
             import_inductor()
