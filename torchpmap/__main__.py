@@ -55,6 +55,7 @@ def _doctor(*, as_json: bool) -> int:
         if is_text:
             print(report.described_step(step), flush=True)
     if as_json and facts.is_first():
+        found["torch"] = {"collect_env": facts.of_torch()}
         print(json.dumps(report.as_json(found, wrong, steps), indent=2))
     elif is_text:
         print("", *report.described_findings(wrong, steps), sep="\n")
@@ -63,10 +64,15 @@ def _doctor(*, as_json: bool) -> int:
 
 
 def _bench(*, as_json: bool) -> int:
+    from torchpmap import PmapError
     from torchpmap._doctor import bench, facts
 
     is_first = facts.is_first()
-    rows = bench.run(print if is_first and not as_json else None)
+    try:
+        rows = bench.run(print if is_first and not as_json else None)
+    except (ValueError, PmapError) as error:
+        print(error, file=sys.stderr)
+        return 1
     if as_json and is_first:
         print(json.dumps(rows, indent=2))
     return 0
@@ -80,7 +86,7 @@ def _convert(options: argparse.Namespace) -> int:
 
     try:
         convert(Path(options.old), Path(options.new))
-    except (OSError, CheckpointError) as error:
+    except (OSError, ValueError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -17,6 +17,11 @@ WHOLE = torch.arange(24.0).reshape(4, 6)
 VALUES = {"step": 7, "name": "x", "raw": b"ab", "none": None, "yes": True, "c": 1 + 2j}
 
 
+class Code:
+    def __reduce__(self):
+        return (print, ("code of the file runs",))
+
+
 class Old:
     """A checkpoint as torchpmap 0.1 wrote it: blocks by ``torch.save``, one behind the other."""
 
@@ -80,41 +85,81 @@ def test_an_old_checkpoint_becomes_one_of_today(old, tmp_path):
     assert tree["values"] == VALUES
 
 
-class Code:
-    def __reduce__(self):
-        return (print, ("code of the file runs",))
+def gap(old):
+    old.leaves["w"]["shape"] = [3]
+
+
+def outside(old):
+    old.leaves["w"]["records"][0]["offsets"] = [1]
+
+
+def twice(old):
+    old.leaves["w"]["records"] *= 2
+
+
+def other_dtype(old):
+    old.leaves["w"]["dtype"] = "int32"
+
+
+def no_kind(old):
+    old.add("w", [([], [1])], "int")
+
+
+def code(old):
+    old.add("w", [([], Code())], "int")
+
+
+def changed(old):
+    old.data = old.data.replace(b"archive", b"brchive", 1)
+
+
+def short(old):
+    del old.data[-1:]
+
+
+def nothing(old):
+    """It is the tree or the version that is wrong."""
+
+
+AGAIN = {"dict": [["w", "w"], ["w", "w"]]}
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("harm", "tree", "version", "message"),
     [
-        ("code", "bytes 0 to [0-9]+ of __0_0.distcp are no tensor or number"),
-        ("bytes", "bytes 0 to [0-9]+ of __0_0.distcp have changed"),
-        ("short", "bytes 0 to [0-9]+ of __0_0.distcp have changed"),
-        ("table", "torchpmap.json has changed since it was written"),
-        ("no row", "torchpmap.json is not what was written"),
-        ("larger", "torchpmap.json is not what was written"),
-        ("today's", "is not of torchpmap 0.1"),
-        ("none", "there is no checkpoint"),
+        (gap, "w", 1, "a part is in no block"),
+        (outside, "w", 1, "a block of .* is another"),
+        (twice, "w", 1, "two blocks overlap"),
+        (other_dtype, "w", 1, "a block of .* is another"),
+        (no_kind, "w", 1, "TypeError: 'int' is a list"),
+        (code, "w", 1, "UnpicklingError"),
+        (changed, "w", 1, "bytes 0 to [0-9]+ of __0_0.distcp have changed"),
+        (short, "w", 1, "bytes 0 to [0-9]+ of __0_0.distcp have changed"),
+        (nothing, "no row", 1, "is not what torchpmap 0.1 has written .KeyError"),
+        (nothing, {"bag": [["w", "w"]]}, 1, "is no part of a tree"),
+        (nothing, AGAIN, 1, "is no part of a tree"),
+        (nothing, "w", 3, "is not of torchpmap 0.1"),
     ],
 )
-def test_what_cannot_be_converted(harm, message, old, tmp_path, capsys):
-    if harm == "code":
-        old.add("w", [([], Code())], "value")
-    else:
-        old.add("w", [([0], torch.ones(2))], dtype="float32", shape=(2 if harm != "larger" else 1,))
-    old.write("no row" if harm == "no row" else "w", version=3 if harm == "today's" else 1)
-    file, table = old.folder / "__0_0.distcp", old.folder / "torchpmap.json"
-    if harm == "bytes":
-        file.write_bytes(old.data.replace(b"archive", b"brchive", 1))
-    elif harm == "short":
-        file.write_bytes(old.data[:-1])
-    elif harm == "table":
-        table.write_text(table.read_text().replace("float32", "float16"))
-    elif harm == "none":
-        table.unlink()
+def test_what_cannot_be_converted(harm, tree, version, message, old, tmp_path, capsys):
+    old.add("w", [([0], torch.ones(2))], dtype="float32", shape=(2,))
+    harm(old)
+    old.write(tree, version)
     assert convert(old) == 1
     said = capsys.readouterr()
     assert not said.out
     assert re.search(message, said.err), said.err
     assert not (tmp_path / "new").exists()
+
+
+def test_where_it_is_and_where_it_goes(old, tmp_path, capsys):
+    old.add("step", [([], 7)], "int")
+    old.write("step")
+    old.folder = old.folder.rename(tmp_path / ".old.replaced")  # as a killed save leaves it
+    old.folder = tmp_path / "old"
+    assert convert(old) == 0
+    assert load(tmp_path / "new") == 7
+    assert convert(old) == 1
+    assert "new exists. Give the name of a new folder." in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "other")]) == 1
+    assert "there is no checkpoint at" in capsys.readouterr().err

@@ -195,7 +195,15 @@ def test_a_script_is_expected_to_need_what_it_needed(folder, monkeypatch):
     script.write_text("y")
     saved_code._mark_of_script.cache_clear()
     assert not saved_code.is_expected()
-    assert len(list(folder.iterdir())) == 1
+    (mark,) = folder.iterdir()
+    mark.write_bytes(b"\xff")
+    assert not saved_code.is_expected()
+    for other in (None, 3, b"x", "no\0file", str(folder)):
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", other)
+        saved_code._mark_of_script.cache_clear()
+        assert not saved_code.is_expected()
+        saved_code.expect(True)
+    assert list(folder.iterdir()) == [mark]
     saved_code._mark_of_script.cache_clear()
 
 
@@ -218,7 +226,9 @@ def test_a_full_disk_leaves_no_file(tmp_path):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("harm", ["no library", "no text", "other text", "no function"])
+@pytest.mark.parametrize(
+    "harm", ["no library", "half a library", "no text", "other text", "no function"]
+)
 def test_damaged_code_is_made_again(harm, folder):
     made = plan(layer, X, W)
     _, report = compile_and_report(made, ANY)
@@ -229,6 +239,7 @@ def test_damaged_code_is_made_again(harm, folder):
         "no text": "",
         "other text": text.replace("class", "clas", 1),
         "no function": text.replace("call =", "other ="),
+        "half a library": text.replace(", ", ", 1", 2).replace(", 1", ", ", 1),  # another size
     }
     file.write_text(texts[harm])
     run, report = compile_and_report(made, ANY)

@@ -198,7 +198,7 @@ def run(show: Callable[[str], Any] | None) -> list[dict[str, Any]]:
     for name, unit, value in _rows():
         found.append({"name": name, "unit": unit, "value": value})
         if show is not None:
-            show(f"  {name:<52}{value:10.4g} {unit}")
+            show(f"  {name:<52}{value:10,.1f} {unit}")
     return found
 
 

@@ -36,7 +36,7 @@ _ANSWER_S = 30.0
 def collect() -> Facts:
     settings, wrong = _settings()
     devices = _devices(settings)
-    command, torchs = cpp_compiler(), _answer(sys.executable, "-m", "torch.utils.collect_env")
+    command = cpp_compiler()
     version = command and _answer(command, "--version").partition("\n")[0]
     return {
         "versions": {
@@ -48,12 +48,11 @@ def collect() -> Facts:
         "machine": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "is_linux": sys.platform == "linux",
-            "processor": _field(torchs, "Model name") or platform.processor(),
+            "processor": _field(_read("/proc/cpuinfo"), "model name") or platform.processor(),
             "cores": os.cpu_count(),
             "usable_cores": usable_cores(),
             **_memory(),
         },
-        "torch": {"collect_env": torchs.splitlines()},
         "settings": {"values": {} if wrong else asdict(settings), "error": wrong},
         "devices": devices,
         "compiler": {
@@ -72,10 +71,16 @@ def collect() -> Facts:
     }
 
 
+def of_torch() -> list[str]:
+    """What torch itself asks for in a report: in a process of its own, as nvidia-smi may hang."""
+    text = _answer(sys.executable, "-m", "torch.utils.collect_env")
+    return text.splitlines() or [f"no answer within {_ANSWER_S:g} s"]
+
+
 def _answer(*command: str) -> str:
     """What a program prints; nothing if it fails or does not end."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
+        done = subprocess.run(command, capture_output=True, errors="replace", timeout=_ANSWER_S)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout

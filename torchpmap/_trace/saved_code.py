@@ -21,7 +21,7 @@ import operator
 import os
 import platform
 import sys
-import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -181,9 +181,7 @@ def is_expected() -> bool:
     needed, which may be wrong.
     """
     found = _mark_of_script()
-    with contextlib.suppress(OSError):
-        return found is not None and found[0].read_text() == found[1]
-    return False
+    return found is not None and _text_of(found[0]) == found[1]
 
 
 def expect(is_saved: bool) -> None:
@@ -191,8 +189,9 @@ def expect(is_saved: bool) -> None:
     global _is_all_saved
     _is_all_saved = _is_all_saved and is_saved
     found = _mark_of_script()
-    if found is not None:
-        _write(found[0], found[1] if _is_all_saved else "")
+    wanted = None if found is None else found[1] if _is_all_saved else ""
+    if found is not None and _text_of(found[0]) != wanted:
+        _write(found[0], wanted or "")
 
 
 _is_all_saved = True
@@ -204,7 +203,7 @@ def _mark_of_script() -> tuple[Path, str] | None:
     try:
         path = Path(sys.modules["__main__"].__file__ or "").resolve()
         script = path.read_bytes()
-    except (AttributeError, OSError, ValueError):
+    except Exception:  # of a program that runs Python in it, or of a tool
         return None
     facts = [torch.__version__, *_variables(), repr(os.environ.get("TORCHPMAP_DEVICE_TYPE"))]
     return _folder() / f"script_{_digest([repr(path)])}", _digest(facts, script)
@@ -218,8 +217,10 @@ def load(file: Path) -> Boxed | None:
     try:
         text = file.read_text(encoding="utf-8")
         scope: dict[str, Any] = {_KERNELS: torch}
-        libraries = json.loads(text.partition("\n")[0][1:])
-        scope |= {name: _function_in(path) for name, path in libraries.items()}
+        for name, path, size in json.loads(text.partition("\n")[0][1:]):
+            if os.stat(path).st_size != size:  # to load a part of one would end the process
+                return None
+            scope[name] = _function_in(path)
         exec(compile(text, str(file), "exec"), scope)
         return _as_by_inductor(scope["call"], file.stem)
     except Exception:  # another program may have changed it
@@ -265,20 +266,25 @@ def save(file: Path, call: Any) -> bool:
     return _write(file, f"#{json.dumps(found.libraries)}\n{found.text}\n")
 
 
+def _text_of(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+
+
 def _write(file: Path, text: str) -> bool:
     """Write a whole file, or none."""
+    made = file.with_name(f".{file.stem[:40]}.{os.getpid()}.{threading.get_ident()}")
     try:
         file.parent.mkdir(exist_ok=True)
-        descriptor, made = tempfile.mkstemp(dir=file.parent)
+        made.write_text(text, encoding="utf-8")
+        made.replace(file)
     except OSError:
         return False
-    try:
-        with open(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(made, file)
-    except OSError:
-        os.unlink(made)
-        return False
+    finally:
+        with contextlib.suppress(OSError):
+            made.unlink(missing_ok=True)  # after Ctrl-C too
     return True
 
 
@@ -290,7 +296,8 @@ class _Module:
     """A module that Inductor has made: its text, and the library of each function in C++."""
 
     def __init__(self, scope: dict[str, Any]) -> None:
-        self.libraries: dict[str, str] = {}
+        self.libraries: list[tuple[str, str, int]] = []
+        """Name of the function, file, and bytes of it."""
         self._scope = scope
         tree = ast.parse(Path(scope["__file__"]).read_text(encoding="utf-8"))
         tree.body = [each for each in tree.body if self._is_kept(each)]
@@ -305,7 +312,8 @@ class _Module:
             function = ast.unparse(statement.value.func)
             if function == "async_compile.cpp_pybinding":
                 name = ast.unparse(statement.targets[0])
-                self.libraries[name] = _library_of(self._scope[name])
+                path = _library_of(self._scope[name])
+                self.libraries.append((name, path, os.stat(path).st_size))
             return function not in ("async_compile.cpp_pybinding", "AsyncCompile")
         if isinstance(statement, ast.Import | ast.ImportFrom | ast.Assign):
             return True
@@ -313,7 +321,8 @@ class _Module:
 
     def _check(self, tree: ast.Module) -> None:
         """Raises ``_Unknown`` for names that were dropped, and for what only Inductor has."""
-        used, bound = set[str](), {*dir(builtins), *self.libraries, _KERNELS}
+        used, bound = set[str](), {*dir(builtins), _KERNELS}
+        bound.update(name for name, _, _ in self.libraries)
         for each in ast.walk(tree):
             if isinstance(each, ast.Name):
                 (used if isinstance(each.ctx, ast.Load) else bound).add(each.id)

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from torchpmap._base.errors import CheckpointError
@@ -57,7 +58,8 @@ def other_format(folder: Path, version: Any) -> OtherFormat:
     if version == OLD_VERSION:
         which = (
             "the format of torchpmap 0.1, whose files are not read as data alone. If it is yours, "
-            f"convert it: python -m torchpmap convert {folder} NEW. The next release cannot."
+            f"convert it: python -m torchpmap convert {quote(str(folder))} NEW. The next release "
+            "cannot."
         )
     return OtherFormat(f"the checkpoint {folder} is in {which}")
 
@@ -115,7 +117,8 @@ def read_table(folder: Path) -> bytes:
             raise OtherFormat(
                 f"the checkpoint {folder} is in the format of torch.distributed.checkpoint. If you "
                 "trust it, make one file for torch.load of it: python -m "
-                f"torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE."
+                "torch.distributed.checkpoint.format_utils dcp_to_torch "
+                f"{quote(str(folder))} FILE."
             )
         raise FileNotFoundError(
             f"there is no checkpoint at {folder}: "
