@@ -35,7 +35,7 @@ from torch.fx import GraphModule, Node
 from torchpmap._base.platform import Boxed
 from torchpmap._base.torch_internals import (
     OpOverload,
-    is_profiled,
+    is_profiler_on,
     profiled_range,
     tensor_data_pointer,
 )
@@ -246,7 +246,7 @@ def _as_by_inductor(call: Boxed, name: str) -> Boxed:
     shown = f"## Call CompiledFxGraph {name} ##"
 
     def run(blocks: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if not torch.is_grad_enabled() and not is_profiled():
+        if not torch.is_grad_enabled() and not is_profiler_on():
             return call(blocks)
         with torch.no_grad(), profiled_range(shown):
             return call(blocks)
