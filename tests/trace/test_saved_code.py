@@ -187,12 +187,12 @@ def test_a_script_is_expected_to_need_what_it_needed(folder, monkeypatch):
     script = folder.with_name("train.py")
     script.write_text("x")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
-    monkeypatch.setattr(saved_code, "_is_all_saved", True)
+    monkeypatch.setattr(saved_code, "_noted", None)
     for is_saved, expected in ((True, True), (False, False), (True, False)):
         saved_code._mark_of_script.cache_clear()
         saved_code.expect(is_saved)
         assert saved_code.is_expected() is expected
-    monkeypatch.setattr(saved_code, "_is_all_saved", True)  # as when it starts again
+    monkeypatch.setattr(saved_code, "_noted", None)  # as when it starts again
     saved_code.expect(True)
     script.write_text("y")
     saved_code._mark_of_script.cache_clear()

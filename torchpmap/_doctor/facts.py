@@ -48,7 +48,7 @@ def collect() -> Facts:
         "machine": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "is_linux": sys.platform == "linux",
-            "processor": _field(_read("/proc/cpuinfo"), "model name") or platform.processor(),
+            "processor": _field("/proc/cpuinfo", "model name") or platform.processor(),
             "cores": os.cpu_count(),
             "usable_cores": usable_cores(),
             **_memory(),
@@ -99,16 +99,15 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _field(text: str, name: str) -> str:
-    """What follows a name and a colon, where that comes first."""
-    found = re.search(rf"^{name}\s*: *(.*)$", text, re.MULTILINE)
+def _field(path: str, name: str) -> str:
+    """Of a file of ``/proc``: what follows a name and a colon, where that comes first."""
+    found = re.search(rf"^{name}\s*: *(.*)$", _read(path), re.MULTILINE)
     return found[1].strip() if found else ""
 
 
 def _memory() -> dict[str, int | None]:
     """In bytes; what a container may use counts, if it is less than the host has."""
-    text = _read("/proc/meminfo")
-    fields = (_field(text, name) for name in ("MemTotal", "MemAvailable"))
+    fields = (_field("/proc/meminfo", name) for name in ("MemTotal", "MemAvailable"))
     total, available = (int(each.removesuffix(" kB")) * 1024 if each else None for each in fields)
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     if limit.isdecimal() and (total is None or int(limit) < total):

@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -68,6 +69,11 @@ def _own_folder() -> str:
 def cache_folder() -> str:
     """Where Inductor keeps compiled code: the folder that the user has chosen, or its own."""
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _own_folder()
+
+
+def own_cache() -> Path:
+    """Where this package keeps compiled code, in the same folder."""
+    return Path(cache_folder(), "torchpmap")
 
 
 @functools.cache

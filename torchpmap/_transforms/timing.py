@@ -1,4 +1,4 @@
-"""How long calls on the devices take, for ``debug.calibrate`` and ``python -m torchpmap bench``."""
+"""How long calls on the devices take, for ``debug.calibrate``."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from torchpmap._base.errors import size_text
+from torchpmap._base.whole_file import write_whole
 from torchpmap._plan.collectives import name_of
 from torchpmap._plan.cost import propagated
 from torchpmap._plan.plan import Plan
@@ -84,19 +84,13 @@ def write(path: Path, events: Sequence[Event], about: Mapping[str, Any]) -> None
     """Write the whole file, or none.  Times become microseconds from the first event on: until then
     profilers were started.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     first = min((event["ts"] for event in events if event["ph"] == "X"), default=0)
     shown = [
         {**event, "ts": max(0, event["ts"] - first) / 1000} if "ts" in event else event
         for event in events
     ]
-    try:
-        draft.write_text(
-            json.dumps({"traceEvents": shown, "displayTimeUnit": "ms", "otherData": about})
-        )
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    told = {"traceEvents": shown, "displayTimeUnit": "ms", "otherData": about}
+    write_whole(path, json.dumps(told))
 
 
 def _about(kind: str, pid: int, tid: int | None = None, **details: Any) -> Event:

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from torchpmap._base.errors import PmapError
-from torchpmap._trace.toolchain import cache_folder, make_cache_private
+from torchpmap._trace.toolchain import make_cache_private, own_cache
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC")
@@ -113,7 +113,7 @@ def seek() -> None:
 
 def _path() -> Path:
     said = (_SOURCE.read_bytes(), repr((_FLAGS, platform.machine())).encode())
-    return Path(cache_folder(), "torchpmap", hashlib.sha256(b"\n".join(said)).hexdigest() + ".so")
+    return own_cache() / (hashlib.sha256(b"\n".join(said)).hexdigest() + ".so")
 
 
 def _load(path: Path) -> None:

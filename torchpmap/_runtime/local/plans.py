@@ -36,7 +36,9 @@ class Plans:
         self._devices = devices
         self._loading: dict[int, tuple[str, Sequence[int]]] = {}
         """Of plans that ranks still load or compile: command -> name, and the ranks."""
-        self._is_compiler_wanted = self._has_compiler = False
+        self._is_compiler_wanted = False
+        self._is_compiler_due = False
+        """Whether the workers were told to import it soon."""
         self.defined: dict[int, tuple[tuple[int, ...], bytes]] = {}
         """Ranks and definition by plan."""
         self.limited: dict[int, float] = {}
@@ -119,14 +121,14 @@ class Plans:
 
     def _load_compiler(self) -> None:
         """Let all workers that lack the compiler import it at the same time (send lock held)."""
-        if not self._has_compiler:
+        if not self._is_compiler_due:
             self._pool.tell(tuple(self._pool.workers), wire.LOAD, b"soon")
-        self._is_compiler_wanted, self._has_compiler = False, True
+        self._is_compiler_wanted, self._is_compiler_due = False, True
 
     def _spare_compiler(self) -> None:
         """Let those that have not begun wait for a plan that needs it (send lock held)."""
         self._pool.tell(tuple(self._pool.workers), wire.LOAD, b"")
-        self._is_compiler_wanted = self._has_compiler = False
+        self._is_compiler_wanted = self._is_compiler_due = False
 
     def _compile(self, leader: int, body: bytes, name: str) -> CompileReport:
         """Wait until the leader has compiled a plan, even if it dies once meanwhile."""

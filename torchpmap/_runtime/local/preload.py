@@ -43,7 +43,6 @@ from torchpmap._runtime.local.forkserver import (
     WorkerArgs,
 )
 from torchpmap._runtime.local.worker_setup import arm_lifeline, leave_signals_to_controller
-from torchpmap._trace import saved_code
 from torchpmap._trace.toolchain import cpp_compiler, import_inductor, warm_up
 
 torch.set_num_threads(1)
@@ -63,7 +62,6 @@ def _keep_memory() -> None:
 def prepare() -> None:
     """Begin, after the imports."""
     _keep_memory()
-    saved_code.installation()
     _keep_objects()
 
 
