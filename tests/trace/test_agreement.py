@@ -8,10 +8,14 @@ from contextvars import copy_context
 
 import pytest
 import torch
-from _support import eagerly, in_threads
+import torch.distributed as dist
+from _support import eagerly, in_threads, wait_for
 
 import torchpmap as tp
+from torchpmap._base.deadline import Deadline
+from torchpmap._base.torch_groups import register_group, unregister_group
 from torchpmap._layout import axis_stack
+from torchpmap._trace import agreement
 from torchpmap._trace.agreement import Fingerprint
 from torchpmap._trace.pickling import pickled
 
@@ -233,3 +237,25 @@ def test_collective_on_a_thread_of_the_functions(pool):
 
     with pytest.raises(RuntimeError, match="ran on a thread that the function has started"):
         eagerly(on_a_thread)(X)
+
+
+def test_none_raises_while_another_still_sends(monkeypatch):
+    """Or that one may wait for Gloo without end; at most a second, as it may have died."""
+    monkeypatch.setattr(agreement, "Deadline", lambda _: Deadline(60))
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, 0, 3)  # held here: the registry does not
+    register_group("test_agreement", group)
+    left = []
+
+    def member(k):
+        wait_for(lambda: store.add("here", 0) % 3 == k)  # one after the other
+        assert not left[len(left) // 3 * 3 :]
+        agreement._await_all(3, "test_agreement")
+        left.append(k)
+
+    try:
+        for times in (1, 2):
+            in_threads(3, member)
+            assert len(left) == 3 * times
+    finally:
+        unregister_group("test_agreement")

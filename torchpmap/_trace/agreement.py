@@ -17,12 +17,14 @@ import itertools
 import os
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from types import CodeType, FrameType
 
 import torch
 
+from torchpmap._base.deadline import Deadline
 from torchpmap._base.errors import CollectiveMismatch
 from torchpmap._base.sources import users_frames
 from torchpmap._base.torch_groups import group_named
@@ -144,6 +146,7 @@ class Agreement:
                 rows = gathered(str(mine).encode(), _ROW_BYTES, len(names), group)
                 texts = [row.decode(errors="replace").rstrip() for row in rows]
                 if not any(text.startswith(axis_stack.PART) for text in texts):
+                    _await_all(len(names), group)
                     self._mismatch = self._told(names, texts)
                     raise CollectiveMismatch(self._mismatch)
                 if signature[0] == axis_stack.PART:
@@ -174,6 +177,24 @@ def gathered(
     sent = torch.frombuffer(bytearray(mine[:length].ljust(length)), dtype=torch.uint8).to(device)
     theirs = c10d.wait_tensor(c10d.all_gather_into_tensor(sent.unsqueeze(0), size, group))
     return [bytes(row.tolist()) for row in theirs.cpu()]
+
+
+def _await_all(size: int, group: str) -> None:
+    """Wait until all members have come here, or for a second, as one of them may have died.
+
+    The first that raises ends its connections.  A member that still sends to it might then wait
+    without end: Gloo (torch 2.13) tells operations that a connection is lost, but not a
+    send that is under way (``Pair::signalException`` skips those of an ``UnboundBuffer``).
+    """
+    store = group_named(group).get_group_store()
+    if store is None:  # members share memory
+        return
+    here = store.add("here", 1)
+    everyone = -(-here // size) * size  # all may have been here before
+    for pause in Deadline(1.0).pauses():
+        if store.add("here", 0) >= everyone:
+            return
+        time.sleep(pause)
 
 
 _GROUP = 2
