@@ -153,8 +153,8 @@ most of the ratios within rounds. [Benchmarks](../benchmarks/README.md) says wha
 This page is written by
 
 ```console
-$ make bench                                                       # writes outputs/bench.json
-$ .venv/bin/python benchmarks/bars.py --page docs/benchmarks.md    # and this page from it
+$ make bench  # writes outputs/bench.json
+$ .venv/bin/python benchmarks/bars.py --page docs/benchmarks.md  # and this page from it
 ```
 """
 
