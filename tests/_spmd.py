@@ -4,7 +4,7 @@
         results = run(function, *args)     # one result per rank
 
 The processes are started once and run any number of functions, which must be importable. They meet
-in a ``FileStore``, and their groups are those that workers make.
+in a ``WorkerStore``, and their groups are those that workers make.
 """
 
 import io
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from torchpmap._base.config import Config
 from torchpmap._runtime.groups.process_groups import Groups
+from torchpmap._runtime.local.store import WorkerStore
 
 GROUP = "axis"
 TIMEOUT_S = 60
@@ -82,7 +82,8 @@ def _answer(rank: int, end: Connection) -> tuple[bool, Any]:
 
 def _serve(rank: int, size: int, shares_memory: bool, path: str, end: Connection) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(path, -1)
+    Path(path).touch()
+    store = WorkerStore(path)
     config = Config(timeout=TIMEOUT_S / 3, shared_memory=shares_memory)
     groups = Groups(rank, torch.device("cpu"), store, config)
     groups.ensure(GROUP, (tuple(range(size)),))

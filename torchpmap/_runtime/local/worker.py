@@ -57,6 +57,7 @@ from torchpmap._runtime.local.forkserver import Fds, WorkerArgs
 from torchpmap._runtime.local.progress import AT, COMPILES, FUNCTION, HOST, WorkerProgress
 from torchpmap._runtime.local.stacks import answer
 from torchpmap._runtime.local.staging import Staged
+from torchpmap._runtime.local.store import WorkerStore
 from torchpmap._runtime.local.values import Values
 from torchpmap._runtime.local.worker_setup import (
     arm_child,
@@ -418,9 +419,7 @@ class _Worker:
         self.failed = self.was_cancelled = False
         self.cancelled_from, self.epoch_begin = _NEVER, seq
         self.bodies.clear()  # the controller sends them again
-        # a new store for each epoch, since a store remembers what it has read; -1: it does not
-        # remove its file, which has no name
-        self.groups.renew(epoch, torch.distributed.FileStore(self.store_path, -1))
+        self.groups.renew(epoch, self.store())
         try:
             for name, partition in groups.items():
                 self.groups.ensure(name, partition)
@@ -428,6 +427,13 @@ class _Worker:
             self.fail(seq, error)
         else:
             self.stream.send([frame(wire.READY, epoch)])
+
+    def store(self) -> torch.distributed.Store:
+        """A new one for each epoch, since a store remembers what it has read."""
+        if self.device.type == "cpu":
+            return WorkerStore(self.store_path)
+        # NCCL has threads that may ask a store; -1: it does not remove its file, which has no name
+        return torch.distributed.FileStore(self.store_path, -1)
 
     # -- from other threads, signals and forks -----------------------------------------------------
 
