@@ -162,6 +162,15 @@ def test_inline(tmp_path):
         assert torch.equal(load(tmp_path / "c")["y"], torch.full((4,), 2.0))
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_a_replicated_value_inline(tmp_path, kind):
+    """As on devices, where it has no dim for them."""
+    with tp.debug.fake_pmap():
+        like = {"w": tp.replicate(kind(torch.ones(3)))}
+        save(tmp_path / "c", like)
+        assert tp.unreplicate(load(tmp_path / "c", like)["w"]).shape == (3,)
+
+
 # -- who writes ------------------------------------------------------------------------------------
 
 

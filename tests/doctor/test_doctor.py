@@ -184,6 +184,14 @@ def test_the_doctor_runs_the_self_test():
 
 
 @pytest.mark.long
+def test_the_self_test_without_workers():
+    """It ends a worker where there is one, and not its own process."""
+    done = command("doctor", "--json", TORCHPMAP_RUNTIME="inline")
+    assert {each["error"] for each in json.loads(done.stdout)["selftest"]} == {None}
+    assert "a worker that dies is replaced" not in done.stdout
+
+
+@pytest.mark.long
 def test_the_processes_of_a_job_are_tested_together():
     report = json.loads(command("doctor", "--json", module=TORCHRUN).stdout)  # of one of them
     assert report["facts"]["devices"]["launcher"] == "torchrun"

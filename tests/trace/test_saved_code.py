@@ -1,6 +1,8 @@
 """Covers: _trace/saved_code.py, and how compile.py uses it, without a pool."""
 
+import json
 import resource
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -228,27 +230,41 @@ def test_a_full_disk_leaves_no_file(tmp_path):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(
-    "harm", ["no library", "half a library", "no text", "other text", "no function"]
-)
-def test_damaged_code_is_made_again(harm, folder):
-    made = plan(layer, X, W)
-    _, report = compile_and_report(made, ANY)
+def test_damaged_code_is_made_again(folder):
+    def function(x, w):  # of this test alone: a process builds a library once
+        return ((x @ w).cos() + 0.625,)
+
+    made = plan(function, X, W)
+    compile_and_report(made, ANY)
     (file,) = folder.iterdir()
     text = file.read_text()
-    texts = {
-        "no library": text.replace("/", "/none/", 1),
-        "no text": "",
-        "other text": text.replace("class", "clas", 1),
-        "no function": text.replace("call =", "other ="),
-        "half a library": text.replace(", ", ", 1", 2).replace(", 1", ", ", 1),  # another size
-    }
-    file.write_text(texts[harm])
-    run, report = compile_and_report(made, ANY)
-    assert report.cache == "hit"  # of Inductor
-    for got, expected in zip(run([X, W]), layer(X, W), strict=True):
-        torch.testing.assert_close(got, expected)
-    assert saved_code.load(file) is not None
+    ((_, library, _),) = json.loads(text.partition("\n")[0][1:])
+    shutil.copy(folder.parent / library, elsewhere := folder.parent.parent / "library.so")
+    for harmed in (
+        text.replace(library, f"none/{library}"),
+        text.replace(library, str(elsewhere)),  # in a folder of others
+        text.replace(library, f"../{elsewhere.name}"),
+        "",
+        text.replace("class", "clas", 1),
+        text.replace("call =", "other ="),
+        text.replace(", ", ", 1", 2).replace(", 1", ", ", 1),  # another size
+    ):
+        assert harmed != text
+        file.write_text(harmed)
+        assert saved_code.load(file) is None
+        run, report = compile_and_report(made, ANY)
+        assert report.cache == "hit"  # of Inductor
+        for got, expected in zip(run([X, W]), function(X, W), strict=True):
+            torch.testing.assert_close(got, expected)
+        assert file.read_text() == text
+        assert saved_code.load(file) is not None
+
+
+def test_variables_that_changed_after_the_start(folder, monkeypatch):
+    """Inductor has read them before, or reads them later."""
+    assert file_of(layer, X, W) is not None
+    monkeypatch.setenv("TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "1")
+    assert file_of(layer, X, W) is None
 
 
 INDUCTORS = """

@@ -47,6 +47,8 @@ def run() -> Iterator[Step]:
         try:
             if step in _FOR_ONE_PROCESS and is_launched():
                 continue
+            if step is _replacement and config.runtime == "inline":  # it would end this process
+                continue
             step()
             error = None
         except Exception as problem:

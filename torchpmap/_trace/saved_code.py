@@ -41,7 +41,7 @@ from torchpmap._base.torch_internals import (
 from torchpmap._base.whole_file import write_whole
 from torchpmap._trace.custom_ops import NATIVE
 from torchpmap._trace.graphs import is_kept, results_of, views_to, written_by
-from torchpmap._trace.toolchain import own_cache
+from torchpmap._trace.toolchain import cache_folder, own_cache
 
 _SETTINGS = ("torch._inductor.config", "torch._functorch.config", "torch.compiler.config")
 _COMPILERS = ("TORCHINDUCTOR_", "TORCH_COMPILE", "CXX")
@@ -54,10 +54,8 @@ _CACHES = {
 }
 """Variables -> the value with which compiled code is kept, as without the variable."""
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = (
-    *(_PACKAGE / "_base", _PACKAGE / "_trace", _PACKAGE / "random"),
-    Path(torch.__file__).with_name("_inductor"),
-)
+_OWN = (_PACKAGE / "_base", _PACKAGE / "_trace", _PACKAGE / "random")
+_TORCHS = Path(torch.__file__).with_name("_inductor")
 """Folders whose files decide which code is made of a graph."""
 _OPERATIONS = NATIVE | {"inductor", "_quantized", "mkldnn", "mkl"}
 """Namespaces of operations that are there without Inductor."""
@@ -75,7 +73,7 @@ def file_of(graph: GraphModule, options: Mapping[str, Any], *given: Any) -> Path
 
     ``options``: of Inductor; ``given``: what else the code is made from.
     """
-    if not _is_plain(graph) or _is_refused(options):
+    if not _is_plain(graph) or _is_refused(options) or _variables() != _AT_START:
         return None
     nodes = [(node.name, str(node.target), node.args, node.kwargs) for node in graph.graph.nodes]
     facts = [nodes, options, given, torch.get_num_threads(), *_changed_settings()]
@@ -145,23 +143,33 @@ def _changed_settings() -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _installation() -> Sequence[str]:
-    """What is the same for all code here; 3 ms for 450 files, which globs take three times."""
+    """What is the same for all code here: of torch's sources the sizes, as they do not change."""
     return [
         f"{torch.__version__} {torch.version.git_version} {sys.version}",
         f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_processor()}",
         *sorted(
-            f"{os.path.relpath(at, folder.parent)} {name} {os.stat(f'{at}/{name}').st_size}"
-            for folder in _SOURCES
-            for at, _, names in os.walk(folder)
-            for name in names
-            if name.endswith(".py")
+            f"{path} {_digest([], Path(path).read_bytes())}"
+            for folder in _OWN
+            for path in _modules(folder)
         ),
+        *sorted(f"{path} {os.stat(path).st_size}" for path in _modules(_TORCHS)),
     ]
+
+
+def _modules(folder: Path) -> Iterator[str]:
+    for at, _, names in os.walk(folder):
+        yield from (f"{at}/{name}" for name in names if name.endswith(".py"))
 
 
 def _variables() -> list[str]:
     names = (name for name in sorted(os.environ) if name.startswith(_COMPILERS))
     return [f"{name}={os.environ[name]!r}" for name in names if name not in _UNRELATED]
+
+
+_AT_START = None if _SETTINGS[0] in sys.modules else _variables()
+"""Inductor reads the variables when it is imported, which is later: the process that workers are
+forked from may have done it.  If one has changed, what it read is not known, and nothing is saved.
+"""
 
 
 def _processor() -> str:
@@ -225,13 +233,20 @@ def load(file: Path) -> Boxed | None:
         text = file.read_text(encoding="utf-8")
         scope: dict[str, Any] = {_KERNELS: torch}
         for name, path, size in json.loads(text.partition("\n")[0][1:]):
-            if os.stat(path).st_size != size:  # to load a part of one would end the process
+            library = os.path.join(cache_folder(), path)
+            # to load a part of one would end the process
+            if os.stat(library).st_size != size or not _is_below(path):
                 return None
-            scope[name] = _function_in(path)
+            scope[name] = _function_in(library)
         exec(compile(text, str(file), "exec"), scope)
         return _as_by_inductor(scope["call"], file.stem)
     except Exception:  # another program may have changed it
         return None
+
+
+def _is_below(path: str) -> bool:
+    """Whether a path begins in the folder that it is relative to, and stays there."""
+    return not os.path.isabs(path) and os.pardir not in Path(path).parts
 
 
 @functools.cache
@@ -291,11 +306,13 @@ class _Module:
 
     def __init__(self, scope: dict[str, Any]) -> None:
         self.libraries: list[tuple[str, str, int]] = []
-        """Name of the function, file, and bytes of it."""
+        """Name of the function, file in Inductor's folder, and bytes of it."""
         self._scope = scope
         tree = ast.parse(Path(scope["__file__"]).read_text(encoding="utf-8"))
         tree.body = [each for each in tree.body if self._is_kept(each)]
         self._check(tree)
+        if not any(map(_makes_call, tree.body)):
+            raise _Unknown("call")
         self.text = ast.unparse(tree)
 
     def _is_kept(self, statement: ast.stmt) -> bool:
@@ -307,8 +324,13 @@ class _Module:
             if function == "async_compile.cpp_pybinding":
                 name = ast.unparse(statement.targets[0])
                 path = _library_of(self._scope[name])
-                self.libraries.append((name, path, os.stat(path).st_size))
+                below = os.path.relpath(os.path.realpath(path), os.path.realpath(cache_folder()))
+                if not _is_below(below):
+                    raise _Unknown(path)
+                self.libraries.append((name, below, os.stat(path).st_size))
             return function not in ("async_compile.cpp_pybinding", "AsyncCompile")
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.value) == "None":
+            raise _Unknown(ast.unparse(statement))  # Inductor sets it
         if isinstance(statement, ast.Import | ast.ImportFrom | ast.Assign):
             return True
         return isinstance(statement, ast.ClassDef) and statement.name == "Runner"
@@ -336,6 +358,10 @@ class _Module:
             getattr(self._scope[owner], name) is not getattr(torch, name, None)
         ):
             raise _Unknown(name)
+
+
+def _makes_call(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "call"
 
 
 def _library_of(function: Any) -> str:

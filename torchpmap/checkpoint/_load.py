@@ -290,7 +290,9 @@ def _as_given(value: Any, like: Any) -> Any:
     if isinstance(like, torch.Tensor) and type(value) is torch.Tensor:
         value = value if like.device.type == "meta" else value.to(like.device)
     if isinstance(like, torch.nn.Parameter):
-        return torch.nn.Parameter(value, like.requires_grad)
-    if isinstance(like, torch.Tensor) and like.requires_grad:
-        return value.requires_grad_()
+        value = torch.nn.Parameter(value, like.requires_grad)
+    elif isinstance(like, torch.Tensor) and like.requires_grad:
+        value.requires_grad_()
+    if isinstance(like, torch.Tensor) and inline_mode.is_replicated(like):
+        inline_mode.note_replicated(value)
     return value
