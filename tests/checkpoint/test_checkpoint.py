@@ -327,6 +327,13 @@ def test_other_files_are_left_alone(tmp_path):
         with pytest.raises(FileExistsError, match="exists and is no checkpoint, so it is not repl"):
             save(path, 1)
     assert (tmp_path / "mine").read_text() == "x"
+    save(tmp_path / "c", 1)
+    save(tmp_path / "c" / "inside", 2)
+    (tmp_path / "c" / "log").write_text("x")
+    with pytest.raises(FileExistsError, match=r"holds inside, log too, .* would be lost"):
+        save(tmp_path / "c", 3)
+    assert load(tmp_path / "c" / "inside") == 2
+    assert load(tmp_path / "c") == 1
 
 
 def test_the_current_folder_stays(tmp_path, monkeypatch):

@@ -347,6 +347,23 @@ def test_without_devices(traced):
     assert named(tracks["controller"], "aten::sum")
 
 
+def test_double_quotes_in_names(traced):
+    """torch alone writes no JSON then."""
+
+    def step(x):
+        with torch.profiler.record_function('the "first" half'):
+            return x + 1
+
+    tracks = traced(tp.pmap(step, compile=False), X)
+    assert named(tracks[DEVICES[0]], 'the "first" half')
+
+    def range_of_the_caller():
+        with torch.profiler.record_function('a "second"'):
+            pass
+
+    assert named(traced(range_of_the_caller)["controller"], 'a "second"')
+
+
 def test_inside_a_mapped_function(traced):
     with pytest.raises(RuntimeError, match=r"profiler.trace was called inside a mapped function"):
         tp.pmap(lambda x: traced(torch.sin, x), compile=EAGER)(X)

@@ -17,10 +17,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from shlex import quote
@@ -32,6 +33,8 @@ TABLE = "torchpmap.json"
 _DCP_TABLE = ".metadata"
 _MAX_TABLE_BYTES = 2**28
 """Enough for a million blocks."""
+_OURS = re.compile(r"torchpmap\.json|(host|rank_\d+)\.\w+")
+"""Names of the files of a checkpoint, also of an old one."""
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 HOST = -1
 """The controller of worker processes, as a writer; with several controllers, rank 0."""
@@ -159,7 +162,7 @@ class Folder:
 
         Raises:
             CheckpointError: another process saves to this name.
-            FileExistsError: there is something else of this name.
+            FileExistsError: there is something else of this name, or in the folder.
         """
         is_ours = self.path.is_dir() and (
             (self.path / TABLE).exists() or not any(self.path.iterdir())
@@ -173,6 +176,14 @@ class Folder:
             raise FileExistsError(
                 f"torchpmap.checkpoint.save: {self.path} is the current folder, which a checkpoint "
                 'would replace. Choose another name, such as "step_1".'
+            )
+        present = os.listdir(self.path) if is_ours else []
+        others = sorted(name for name in present if not _OURS.fullmatch(name))
+        if others:
+            raise FileExistsError(
+                f"torchpmap.checkpoint.save: {self.path} holds {', '.join(others[:5])} too, which "
+                "is no part of a checkpoint, and would be lost with the old one. Move it "
+                "elsewhere, or choose another name."
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         earlier = _unfinished.get(self.growing)
@@ -249,7 +260,8 @@ class Folder:
             self.path.rename(self.replaced)
         self.growing.rename(self.path)
         _sync(self.path.parent)
-        _remove(self.replaced)
+        with suppress(OSError):  # the new one is there; the next save of this name tries again
+            _remove(self.replaced)
         self.leave()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ microseconds.
 """
 
 _RANGE = "torchpmap "
+_NAME = re.compile(r'(?<=^    "name": ")(.*)(?=",$)', re.MULTILINE)
+"""Kineto (torch 2.13) writes the double quotes of a name of the user's as they are."""
 _QUIET = {"KINETO_LOG_LEVEL": "6"}
 """torch's profiler reads it when it is first used; else each start and stop prints a line."""
 
@@ -53,6 +56,10 @@ class Recorded(NamedTuple):
     """Name of an event -> what it was."""
     thread: int
     """The one that recorded."""
+
+
+def _escaped(name: re.Match[str]) -> str:
+    return re.sub(r'(?<!\\)"', r'\\"', name[1])
 
 
 class Recorder:
@@ -89,7 +96,7 @@ class Recorder:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             self._profile.export_chrome_trace(str(path))
-            found = json.loads(path.read_text())
+            found = json.loads(_NAME.sub(_escaped, path.read_text()))
         base = found.get("baseTimeNanoseconds", 0)
         events = [
             {**event, "ts": base + round(event["ts"] * 1000)}
