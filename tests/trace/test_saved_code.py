@@ -30,6 +30,12 @@ def plan(function, *inputs, backend=INDUCTOR):
     return Definition(1, "f", graph, False, (0,), kinds, (), backend)
 
 
+@pytest.fixture(autouse=True)
+def variables(monkeypatch):
+    """Those of now: a test before may have imported the fork server's side, which sets one."""
+    monkeypatch.setattr(saved_code, "_AT_START", saved_code._variables())
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

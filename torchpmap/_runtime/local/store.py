@@ -36,7 +36,8 @@ class WorkerStore(dist.Store):
         self._values: dict[str, bytes] = {}
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        with contextlib.suppress(AttributeError):  # it could not be opened
+            os.close(self._fd)
 
     def set(self, key: str, value: str | bytes) -> None:
         with self._locked(fcntl.LOCK_EX):

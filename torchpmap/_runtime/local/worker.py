@@ -419,8 +419,8 @@ class _Worker:
         self.failed = self.was_cancelled = False
         self.cancelled_from, self.epoch_begin = _NEVER, seq
         self.bodies.clear()  # the controller sends them again
-        self.groups.renew(epoch, self.store())
         try:
+            self.groups.renew(epoch, self.store())
             for name, partition in groups.items():
                 self.groups.ensure(name, partition)
         except Exception as error:
