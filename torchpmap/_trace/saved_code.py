@@ -147,18 +147,21 @@ def _installation() -> Sequence[str]:
     return [
         f"{torch.__version__} {torch.version.git_version} {sys.version}",
         f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_processor()}",
-        *sorted(
-            f"{path} {_digest([], Path(path).read_bytes())}"
-            for folder in _OWN
-            for path in _modules(folder)
-        ),
-        *sorted(f"{path} {os.stat(path).st_size}" for path in _modules(_TORCHS)),
+        *(f"{name} {_digest([], Path(path).read_bytes())}" for name, path in _modules(*_OWN)),
+        *(f"{name} {os.stat(path).st_size}" for name, path in _modules(_TORCHS)),
     ]
 
 
-def _modules(folder: Path) -> Iterator[str]:
-    for at, _, names in os.walk(folder):
-        yield from (f"{at}/{name}" for name in names if name.endswith(".py"))
+def _modules(*folders: Path) -> list[tuple[str, str]]:
+    """Each with a name that is the same wherever the package is installed."""
+    return sorted(
+        (f"{within} {name}", f"{at}/{name}")
+        for folder in folders
+        for at, _, names in os.walk(folder)
+        for within in [os.path.relpath(at, folder.parent)]
+        for name in names
+        if name.endswith(".py")
+    )
 
 
 def _variables() -> list[str]:
